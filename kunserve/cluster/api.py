@@ -22,16 +22,32 @@ class ServingLimits:
     block_size: int
     vocab_size: int
 
+    def shortfall(self, ready: Ready) -> str | None:
+        """Why an instance that comes later is of no use: what it has no room for may be sent to it.
+        None if it can serve all.
+        """
+        own = _longest_of(ready)
+        if own >= self.max_model_len:
+            return None
+        return (
+            f"it has room for requests of {own} tokens, but this server takes {self.max_model_len}:"
+            " give it as much memory as the others have, or start the server with a lower"
+            " --max-model-len"
+        )
+
 
 def limits_of(ready: tuple[Ready, ...], vocab_size: int) -> ServingLimits:
     """What every one of these instances can serve."""
-    specs = [one.spec for one in ready]
-    pools = [spec.blocks.tokens_in(spec.kv_units // spec.num_layers) for spec in specs]
     return ServingLimits(
-        max_model_len=min(min(pools), *(one.max_model_len for one in ready)),
-        block_size=specs[0].block_size,
+        max_model_len=min(map(_longest_of, ready)),
+        block_size=ready[0].spec.block_size,
         vocab_size=vocab_size,
     )
+
+
+def _longest_of(ready: Ready) -> int:
+    spec = ready.spec
+    return min(spec.blocks.tokens_in(spec.kv_units // spec.num_layers), ready.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)

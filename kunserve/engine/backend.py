@@ -24,6 +24,7 @@ from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.weights.loader import WeightLoader, packed_weights
 from kunserve.engine.weights.readers import Reader
 from kunserve.model.spec import ModelSpec
+from kunserve.transport.bulk.movable_memory import WriteGate
 
 
 class Loader(Protocol):
@@ -37,8 +38,8 @@ class Loader(Protocol):
         """Read what lies outside the layers: embedding, final norm, head."""
         ...
 
-    def load_layers(self, layers: LayerRange) -> None:
-        """Read these layers, whose memory must be mapped."""
+    def load_layers(self, layers: LayerRange, gate: WriteGate | None = None) -> None:
+        """Read these layers, whose memory must be mapped. ``gate``: as ``WeightLoader``'s."""
         ...
 
 

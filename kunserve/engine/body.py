@@ -50,6 +50,7 @@ from kunserve.model.source import ModelSource, resolve_model
 from kunserve.model.spec import ModelSpec
 from kunserve.model.vocabulary import tokenizer_json
 from kunserve.transport.bulk.host_store import HostStore
+from kunserve.transport.bulk.movable_memory import WriteGate
 
 
 class EngineBody:
@@ -305,11 +306,11 @@ class EngineBody:
             for block, unit in enumerate(starts.tolist(), first_block):
                 self._host.take(request_id, block, unit, num_units)
 
-    def load_layers(self, layers: LayerRange) -> None:
-        """Fill mapped layers from disk."""
+    def load_layers(self, layers: LayerRange, gate: WriteGate | None = None) -> None:
+        """Fill mapped layers from disk; what is written passes the ``gate``, if there is one."""
         held = self.memory.shards[0].held
         assert held.covers(layers), (held, layers)
-        self._loader.load_layers(layers)
+        self._loader.load_layers(layers, gate)
 
     @staticmethod
     def hidden_to_bytes(hidden: Hidden | Part) -> memoryview:

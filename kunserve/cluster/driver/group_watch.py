@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from kunserve.cluster.processes.processes import Processes
 from kunserve.control.cluster.controller import Controller
-from kunserve.control.cluster.requests.quarantine import Cause
+from kunserve.core.faults import Fault
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout
 from kunserve.core.load import LoadReport
@@ -33,7 +33,7 @@ class GroupWatch:
         reports = [(group.layout, group.report) for i, group in groups if i not in busy]
         for layout, still_s in self.stuck(reports, now_s):
             reason = f"its group completes no step since {still_s:.1f} s"
-            processes.condemn(layout.leader, reason, Cause.INSIDE)
+            processes.condemn(layout.leader, reason, Fault.REQUEST)
 
     def stuck(
         self, groups: Iterable[tuple[GroupLayout, LoadReport]], now_s: float

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import cast
 
 from kunserve.cluster.api import ServingLimits, Vitals, limits_of
-from kunserve.cluster.driver.admission import check_admission
 from kunserve.cluster.driver.background import Background
 from kunserve.cluster.driver.forced import ForcedTransitions
 from kunserve.cluster.driver.group_watch import GroupWatch
@@ -33,6 +32,7 @@ from kunserve.cluster.trace import cluster_trace
 from kunserve.cluster.waking_clock import WakingClock
 from kunserve.control.cluster.commands import (
     Client,
+    Condemn,
     ControlCommand,
     Deliver,
     Respawn,
@@ -41,8 +41,9 @@ from kunserve.control.cluster.commands import (
     Send,
 )
 from kunserve.control.cluster.controller import Controller
-from kunserve.control.cluster.requests.quarantine import Cause
-from kunserve.core.errors import ConfigError, InvalidRequest, Unavailable
+from kunserve.control.cluster.standing import Standing
+from kunserve.core.errors import ConfigError, InvalidRequest, Overloaded, PromptTooLong, Unavailable
+from kunserve.core.faults import Fault
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Alive, Event, Message, Ready, Rejoin, Shutdown
 from kunserve.core.plan import Plan
@@ -180,9 +181,16 @@ class LocalCluster:
         await self._until(is_up)
         if self._startup_error is not None:
             raise self._startup_error
-        self._limits = limits_of(tuple(self._ready.values()), vocab_size)
+        limits = limits_of(tuple(self._ready.values()), vocab_size)
+        self._limits = self._orders.settled(limits, self._processes)
         placement = self._controller.placement
-        await self._until(lambda: bool(placement.candidates()) if found else not placement.unready)
+        await self._until(
+            lambda: (
+                bool(placement.candidates())
+                if found
+                else not placement.standing_as(Standing.FORMING)
+            )
+        )
         self._processes.serve()
 
     async def _rejoin(self) -> None:
@@ -215,7 +223,7 @@ class LocalCluster:
         return True
 
     def _on_nonsense(self, instance_id: InstanceId, error: MalformedMessage) -> None:
-        self._processes.condemn(instance_id, f"it sent nonsense: {error}", Cause.OUTSIDE)
+        self._processes.condemn(instance_id, f"it sent nonsense: {error}", Fault.UNKNOWN)
 
     # Events and commands
 
@@ -227,7 +235,12 @@ class LocalCluster:
             if isinstance(event, Ready | Rejoin):
                 if not self._rejoining.is_meant(event):
                     return
-                self._ready[instance_id] = event if isinstance(event, Ready) else event.ready
+                ready = event if isinstance(event, Ready) else event.ready
+                lack = None if self._limits is None else self._limits.shortfall(ready)
+                if lack is not None:
+                    self._processes.condemn(instance_id, lack, Fault.MACHINE)
+                    return
+                self._ready[instance_id] = ready
                 self._processes.ready(instance_id)
             if isinstance(event, Rejoin) and self._rejoining.take(event):
                 return
@@ -245,9 +258,15 @@ class LocalCluster:
         try:
             while commands := self._controller.drain():
                 for command in commands:
-                    may_change |= not isinstance(command, Deliver)
                     try:  # ``surviving`` for every token would cost more
-                        self._carry_out(command)
+                        if isinstance(command, Deliver):  # as nearly all are
+                            command.client(command.token)
+                            continue
+                        may_change = True
+                        if not isinstance(command, Send):
+                            self._carry_out(command)
+                        elif not self._channel.send(*command):
+                            self._unsent(*command)
                     except Exception:
                         self._background.note(f"command {type(command).__name__}")
         finally:
@@ -256,19 +275,12 @@ class LocalCluster:
             self._background.run("notify", self._notify())
 
     def _carry_out(self, command: ControlCommand) -> None:
+        """What is neither a message nor a token: those are sent and delivered."""
         match command:
-            case Deliver(token, client):
-                client(token)
-            case Send(instance_id, message):
-                if not self._channel.send(instance_id, message) and instance_id in self._ready:
-                    reason = f"{type(message).__name__} could not be sent to it"
-                    # Most likely it has just died; on another host it may be cut off.
-                    is_cut_off = bool(self._wires) and not self._channel.reaches(instance_id)
-                    self._processes.condemn(
-                        instance_id, reason, Cause.OUTSIDE, is_cut_off=is_cut_off
-                    )
-            case Respawn():
+            case Deliver() | Send() | Respawn():
                 pass  # ``Processes`` sees the end of a process itself, also of one not yet ready
+            case Condemn(instance_id, reason):
+                self._processes.condemn(instance_id, reason, Fault.UNKNOWN)
             case ScaleUp(reason, is_wish=False):
                 self._size.grow(reason)
                 self._trace.grew(self._processes.ids)
@@ -279,6 +291,13 @@ class LocalCluster:
                 self._orders.note(self._processes)
             case _:
                 log_decision(command)
+
+    def _unsent(self, instance_id: InstanceId, message: Message) -> None:
+        """Most likely it has just died; on another host it may be cut off."""
+        if instance_id in self._ready:
+            reason = f"{type(message).__name__} could not be sent to it"
+            is_cut_off = bool(self._wires) and not self._channel.reaches(instance_id)
+            self._processes.condemn(instance_id, reason, Fault.UNKNOWN, is_cut_off=is_cut_off)
 
     async def _notify(self) -> None:
         """Have everybody who waits in ``_until`` look again."""
@@ -323,7 +342,17 @@ class LocalCluster:
         """See ``EngineClient``."""
         if self._is_draining:
             raise Unavailable("the server is shutting down")
-        check_admission(request, self._controller, self.limits.max_model_len)
+        if not self._controller.can_serve:
+            raise Unavailable("no instance is alive; a replacement is starting")
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        if num_tokens > self.limits.max_model_len:
+            raise PromptTooLong(
+                f"This model's maximum context length is {self.limits.max_model_len} tokens. "
+                f"However, you requested {num_tokens} tokens."
+            )
+        shed = self._controller.admit(request)
+        if shed is not None:
+            raise Overloaded(shed.reason, shed.retry_after_s, shed.limit)
         self._controller.arrive(request, deliver, self._clock.now_s())
         self._flush()
 

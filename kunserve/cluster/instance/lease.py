@@ -75,22 +75,34 @@ class Lease:
     def _watch(self) -> None:
         clock = WakingClock(time.monotonic)
         alone_since_s = clock.now_s()
+        num_failed = 0
         while True:
             time.sleep(LOOK_S)
             now_s = clock.now_s()
-            state = read_state(self._folder)
-            if state is not None and state.front != self.front:
-                if self._mark not in {own_mark(mark) for mark in state.marks.values()}:
-                    _die("a new front does not know this process")
-                self.front = state.front
-            self.is_alone = self._lock.is_free()
-            if not self.is_alone:
-                alone_since_s = now_s
-            elif now_s - alone_since_s > self._grace_s:
-                if self._lock.try_to_take():
-                    self._end_all(state)
-                elif not self._folder.exists():
-                    _die("the cluster has ended")
+            try:
+                if not self._look(has_grace=now_s - alone_since_s <= self._grace_s):
+                    alone_since_s = now_s
+            except Exception as error:  # no descriptor is left, or the folder's host is away
+                num_failed += 1
+                if num_failed & (num_failed - 1) == 0:
+                    logger.exception("cannot tell whether there is a front count=%d", num_failed)
+                if now_s - alone_since_s > self._grace_s:
+                    _die(f"no front was seen for {self._grace_s:g} s: {error}")
+
+    def _look(self, *, has_grace: bool) -> bool:
+        """Whether no front is there. Raises OSError where that cannot be told."""
+        state = read_state(self._folder)
+        if state is not None and state.front != self.front:
+            if self._mark not in {own_mark(mark) for mark in state.marks.values()}:
+                _die("a new front does not know this process")
+            self.front = state.front
+        self.is_alone = self._lock.is_free()
+        if self.is_alone and not has_grace:
+            if self._lock.try_to_take():
+                self._end_all(state)
+            elif not self._folder.exists():
+                _die("the cluster has ended")
+        return self.is_alone
 
     def _end_all(self, state: RunState | None) -> None:
         """No front came, and none can come while this process has the lock: end the cluster.

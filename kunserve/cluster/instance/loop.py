@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from kunserve.cluster.instance.beside_clock import BesideClock
 from kunserve.cluster.instance.lease import Hold
@@ -11,6 +12,7 @@ from kunserve.cluster.instance.post import Post, Woken
 from kunserve.cluster.instance.wire_lease import WireLease
 from kunserve.cluster.instance.wired_body import WiredBody
 from kunserve.cluster.trace import InstanceTrace
+from kunserve.control.group.cache_journal import CacheEvent, CacheJournal
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.body import StepOutcome, StepWork
 from kunserve.control.instance.stage_clock import StageClock
@@ -32,6 +34,14 @@ SHORT_WAIT_S = 0.002
 """A wait while steps may not begin."""
 
 
+class KvEvents(Protocol):
+    """Tells routers outside of the prefix cache (``kunserve_extras/kv_events.py``)."""
+
+    def publish(self, events: list[CacheEvent]) -> None:
+        """Called as often as the leader reports. Never waits."""
+        ...
+
+
 class Heart:
     """What the loop does, for heartbeats: their thread asks, and the next one tells of changes."""
 
@@ -40,6 +50,7 @@ class Heart:
         self._num_turns = 0
         self._longest_step_s = 0.0
         self._is_computing = False
+        self._wants_to_leave = False
 
     def turn(self, *, is_computing: bool, step_s: float = 0.0) -> None:
         """The loop moves on."""
@@ -48,9 +59,19 @@ class Heart:
         if step_s > self._longest_step_s:
             self._longest_step_s = step_s
 
+    def leave(self) -> None:
+        """Heartbeats tell from now on that the process was asked to end."""
+        self._wants_to_leave = True
+
     def alive(self) -> Alive:
         """What a heartbeat says."""
-        return Alive(self._me, self._num_turns, self._longest_step_s, self._is_computing)
+        return Alive(
+            self._me,
+            self._num_turns,
+            self._longest_step_s,
+            self._is_computing,
+            self._wants_to_leave,
+        )
 
 
 class InstanceLoop:
@@ -75,6 +96,7 @@ class InstanceLoop:
         ready: Ready,
         lease: Hold | None = None,
         trace: InstanceTrace | None = None,
+        kv_events: KvEvents | None = None,
     ) -> None:
         """``ready`` is the instance's first word; without a ``lease`` there is one front only."""
         self._agent = agent
@@ -82,11 +104,12 @@ class InstanceLoop:
         self._channel = channel
         self._peers = peers
         self._mover = mover
-        self._post = Post(
-            agent, body, channel, peers, mover, ready, config.link_timeout_s, lease, trace
-        )
+        self._post = Post(agent, body, channel, peers, mover, ready, lease, trace)
         self._pulse = lease if isinstance(lease, WireLease) else None
         self._trace = trace
+        self._kv_events = kv_events
+        if kv_events is not None:
+            agent.state.journal = CacheJournal()
         self._beside = None if trace is None else BesideClock()
         self._clock = StageClock(body.spec.instance_id)
         self._heart = Heart(body.spec.instance_id)
@@ -102,6 +125,10 @@ class InstanceLoop:
     def requests_of_step(self) -> tuple[RequestId, ...]:
         """Of the step that runs, or that has failed."""
         return () if self._plan is None else tuple(c.request_id for c in self._plan.chunks)
+
+    def leave(self) -> None:
+        """The process was asked to end: the front is told, and lets it go once it is empty."""
+        self._heart.leave()
 
     def run(self) -> None:
         """Take turns until told to shut down."""
@@ -178,6 +205,8 @@ class InstanceLoop:
             self._next_report_s = now_s + self._config.report_period_s
             self._agent.report(now_s)
             self._peers.tell_counts()
+            if self._kv_events is not None and self._agent.state.journal is not None:
+                self._kv_events.publish(self._agent.state.journal.take())
             stage_time = self._clock.report()
             if stage_time is not None:
                 self._channel.send(stage_time)
@@ -237,8 +266,10 @@ class InstanceLoop:
         if not self._agent.is_exchanging and time.monotonic() - self._post.read_s < LOOK_GAP_S:
             return
         self._heart.turn(is_computing=True)
+        plan, self._plan = self._plan, None  # what fails in here is not the step's doing
         self._read(Woken.BUSY)
         self._send()
+        self._plan = plan
 
     def _follow_up(self) -> None:
         """What has become due after a step, of the output head: other stages wait for it.

@@ -6,6 +6,7 @@ from kunserve.cluster.instance.start import Loaded, run_instance
 from kunserve.cluster.processes.launch import InstanceOrder
 from kunserve.engine.body import EngineBody
 from kunserve.engine.devices import open_backend
+from kunserve.engine.ranks.nodes import numa_nodes, stay_on_one
 from kunserve.model.config import read_eos_ids
 from kunserve.model.fingerprint import check_fingerprint
 from kunserve.model.source import resolve_model
@@ -17,6 +18,8 @@ def load_model(order: InstanceOrder) -> Loaded:
     source = resolve_model(config.model.model, config.model.load_format)
     is_here = config.cluster.launcher == "local"
     check_fingerprint(source, order.model_files, with_times=is_here)
+    if instance.device == "cpu" and instance.tensor_parallel_size == 1:
+        stay_on_one(order.instance_id, instance.num_threads, numa_nodes())
     backend = open_backend(config.model, source, instance, order.instance_id)
     body = EngineBody(
         order.instance_id,

@@ -1,12 +1,16 @@
 """Layers from disk beside the loop: the bulk mover of an instance fills weights from there too."""
 
+import functools
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kunserve.core.faults import MachineFailed
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import LayerLoad
+from kunserve.transport.bulk.movable_memory import WriteGate
 from kunserve.transport.bulk.mover import BulkMover
 from kunserve.transport.wire.wakeup import Wakeup
 
@@ -19,58 +23,94 @@ class Loaded:
     ok: bool = True
 
 
+class LoadCancelled(Exception):
+    """Nobody wants these layers any more."""
+
+
+@dataclass(slots=True)
+class _Job:
+    what: LayerLoad
+    is_wanted: bool = True
+
+
 class LayerLoader:
-    """Fills mapped layers from disk, one at a time, in threads of their own.
+    """Fills mapped layers from disk, one after the other, in a thread of its own.
 
     The memory of a layer is the loader's until its load is in ``completed``, or ``cancel`` has
-    returned.
+    returned. A read that hangs holds up later loads only.
     """
 
-    def __init__(self, load: Callable[[LayerRange], None]) -> None:
-        """``load`` fills mapped layers; it is called by one thread at a time."""
+    def __init__(self, load: Callable[[LayerRange, WriteGate], None]) -> None:
+        """``load`` fills mapped layers; all that it writes there passes the gate."""
         self._load = load
         self._lock = threading.Lock()
-        """Held while a layer is being filled."""
-        self._is_cancelled = threading.Event()
+        """Of what is below. Held while bytes are written, and not while they are read."""
+        self._jobs: deque[_Job] = deque()
+        """The first is at work, wanted or not."""
         self._completed: list[Loaded] = []
         self._failure: BaseException | None = None
+        self.num_bytes = 0
+        """Written so far."""
         self.wakeup = Wakeup()
         """Set when ``completed`` may have something."""
 
     def start(self, layers: LayerRange) -> None:
         """Begin to fill consecutive layers."""
-        arguments = (LayerLoad(layers), self._is_cancelled)
-        threading.Thread(target=self._run, args=arguments, name="disk", daemon=True).start()
+        with self._lock:
+            self._jobs.append(_Job(LayerLoad(layers)))
+            is_idle = len(self._jobs) == 1
+        if is_idle:
+            threading.Thread(target=self._run, name="disk", daemon=True).start()
 
-    def _run(self, what: LayerLoad, is_cancelled: threading.Event) -> None:
-        try:
-            for layer in range(*what.layers):
-                with self._lock:
-                    if is_cancelled.is_set():
-                        return
-                    self._load(LayerRange(layer, layer + 1))
+    def _run(self) -> None:
+        while True:
+            job, failure = self._jobs[0], None
+            gate = functools.partial(self._write, job)
+            try:
+                for layer in range(*job.what.layers):
+                    self._load(LayerRange(layer, layer + 1), gate)
+            except BaseException as error:
+                failure = error
             with self._lock:
-                if not is_cancelled.is_set():
-                    self._completed.append(Loaded(what))
-        except BaseException as error:
-            self._failure = error
-        self.wakeup.set()
+                if job.is_wanted and failure is None:
+                    self._completed.append(Loaded(job.what))
+                elif job.is_wanted:
+                    self._failure = failure
+                self._jobs.popleft()
+                is_over = not self._jobs
+            self.wakeup.set()
+            if is_over:
+                return
+
+    def _write(self, job: _Job, num_bytes: int, write: Callable[[], None]) -> None:
+        """A ``WriteGate``."""
+        with self._lock:
+            if not job.is_wanted:
+                raise LoadCancelled
+            write()
+            self.num_bytes += num_bytes
 
     def completed(self) -> list[Loaded]:
-        """Loads that ended since the last call. Raises if one has failed."""
+        """Loads that ended since the last call. Raises MachineFailed if one has failed."""
         self.wakeup.clear()
         if self._failure is not None:
-            raise RuntimeError("layers cannot be loaded") from self._failure
+            raise MachineFailed("layers cannot be loaded") from self._failure
         with self._lock:
             completed, self._completed = self._completed, []
         return completed
 
     def cancel(self) -> None:
-        """Once this returns nothing is filled any more, nor will the end of a load be told."""
-        self._is_cancelled.set()
-        self._is_cancelled = threading.Event()
-        with self._lock:  # after the layer that is being filled
+        """Once this returns nothing is written any more, nor will the end of a load be told.
+
+        It waits for bytes that are being written, and for no disk.
+        """
+        with self._lock:
+            for job in self._jobs:
+                job.is_wanted = False
+            while len(self._jobs) > 1:
+                self._jobs.pop()
             self._completed.clear()
+            self._failure = None
 
 
 class InstanceMover(BulkMover):
@@ -85,6 +125,16 @@ class InstanceMover(BulkMover):
             self.loader.start(layers)
         else:
             super().pull_layers(layers, src)
+
+    @property
+    def num_bytes_taken(self) -> int:
+        """See ``control.instance.body.Mover``."""
+        return super().num_bytes_taken + self.loader.num_bytes
+
+    def cancel_layers(self) -> None:
+        """See ``control.instance.body.Mover``."""
+        self.loader.cancel()
+        super().cancel_layers()
 
     def reset(self) -> None:
         """See ``control.instance.body.Mover``."""

@@ -22,16 +22,16 @@ class PeerBook:
         for peer in message.gone:
             self._known.pop(peer, None)
         self._known.update(message.peers)
-        self._apply()
+        self._apply({peer: message.slow_s for peer, _ in message.peers})
 
     def forget_all(self) -> None:
         """A new front is there, and it does not know whom this instance knows."""
         self._known.clear()
-        self._apply()
+        self._apply({})
 
-    def _apply(self) -> None:
+    def _apply(self, slow_s: dict[InstanceId, float]) -> None:
         known = self._known.items()
         keys = {peer: at.public_key for peer, at in known if at.public_key}
         near = {peer for peer, at in known if at.machine == self._machine}
-        self._peers.connect({peer: at.links for peer, at in known}, keys)
+        self._peers.connect({peer: at.links for peer, at in known}, keys, slow_s)
         self._mover.connect({peer: at.bulk for peer, at in known}, keys, near)

@@ -15,7 +15,19 @@ from kunserve.cluster.instance.prepare_gate import PrepareGate
 from kunserve.cluster.instance.wired_body import WiredBody
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent
-from kunserve.core.messages import Connect, Form, HeadPart, LinkBroken, Message, Ready
+from kunserve.core.messages import (
+    Connect,
+    EndMigration,
+    Form,
+    HeadPart,
+    LateContact,
+    LinkBroken,
+    Message,
+    Migrate,
+    Prepare,
+    Ready,
+    Rollback,
+)
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk.sink import Pulled
 from kunserve.transport.peers.links import PeerLinks
@@ -51,7 +63,6 @@ class Post:
         peers: PeerLinks,
         mover: InstanceMover,
         ready: Ready,
-        link_timeout_s: float,
         lease: Hold | None,
         trace: InstanceTrace | None,
     ) -> None:
@@ -63,7 +74,7 @@ class Post:
         self._mover = mover
         self._ready = ready
         self._book = PeerBook(peers, mover, ready.address.machine)
-        self._gate = PrepareGate(body.spec.instance_id, peers.unreached, link_timeout_s)
+        self._gate = PrepareGate(body.spec.instance_id, peers.unreached, peers.patience_s)
         self._lease = lease
         # While the instance loaded, another front may have come: that one waits for ``Rejoin``.
         self._front = None if lease is None else lease.started_by
@@ -80,8 +91,10 @@ class Post:
 
     @property
     def has_no_front(self) -> bool:
-        """Nobody waits for what this instance computes."""
-        return self._awaits_group or (self._lease is not None and self._lease.is_alone)
+        """Nobody waits for what this instance computes, or takes it."""
+        if self._awaits_group or self._channel.is_behind:
+            return True
+        return self._lease is not None and self._lease.is_alone
 
     def meet_new_front(self) -> None:
         """If there is another front, tell it where the instance stands."""
@@ -110,13 +123,19 @@ class Post:
         """Give the agent all that has come."""
         agent, self.read_s = self._agent, now_s
         for message in self._channel.receive():
-            if isinstance(message, Connect):
-                self._book.take(message)
-            elif self._gate.passes(message, now_s):
-                if isinstance(message, Form):
+            match message:
+                case Connect():
+                    self._book.take(message)
+                    continue
+                case Prepare() | Migrate() | Rollback() | EndMigration() if not (
+                    self._gate.passes(message, now_s)
+                ):
+                    continue
+                case Form():
+                    self._gate.clear()
                     self._awaits_group = False
                     self._peers.begin_anew()
-                agent.on(message, now_s)
+            agent.on(message, now_s)
         if self._gate.is_waiting:
             self._turn_gate(now_s)
         self.read_peers(now_s)
@@ -145,6 +164,8 @@ class Post:
         for peer, reason, is_down in self._peers.faults():
             logger.error("link is broken peer=%d reason=%r", peer, reason)
             self._channel.send(LinkBroken(self._body.spec.instance_id, peer, reason, is_down))
+        for peer in self._peers.late_contacts():
+            self._channel.send(LateContact(self._body.spec.instance_id, peer))
 
     def _hidden_of(self, message: Message, payload: memoryview | None) -> Any:
         """What came beside a message, as the body wants it."""
@@ -156,9 +177,10 @@ class Post:
 
     def send(self) -> None:
         """Send peers what the agent says; the front's part is kept for ``send_to_front``."""
-        if not self._agent.has_mail:
+        outbox = self._agent.outbox
+        if not outbox:
             return
-        for dst, message, hidden in self._agent.drain():
+        for dst, message, hidden in outbox:
             if dst is None:
                 self._to_front.append(message)
             else:
@@ -166,6 +188,7 @@ class Post:
                 self._peers.send(dst, message, payload)
                 if self._trace is not None and payload is not None:
                     self._trace.sent(dst, message, payload.nbytes, time.monotonic())
+        outbox.clear()
         for preemption in self._agent.drain_preemptions():
             logger.info(
                 "preempted request=%s lost_tokens=%d",

@@ -1,4 +1,4 @@
-"""On a network: no word on a transition before all its members are connected.
+"""On a network: no word on a transition or a migration before its members are connected.
 
 A transition that is committed between hosts that do not reach each other would fail, and all its
 requests would run again. One that is not prepared has changed nothing.
@@ -6,27 +6,40 @@ requests would run again. One that is not prepared has changed nothing.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kunserve.core.ids import InstanceId, TransitionId
-from kunserve.core.messages import Form, Message, Prepare, Prepared, Rollback
+from kunserve.core.messages import (
+    EndMigration,
+    Migrate,
+    MigrationOver,
+    Prepare,
+    Prepared,
+    Rollback,
+)
+
+Order: TypeAlias = Prepare | Migrate
+Answer: TypeAlias = Prepared | MigrationOver
 
 
 @dataclass(slots=True)
 class _Held:
-    message: Prepare
+    order: Order
     since_s: float
 
 
 class PrepareGate:
-    """Holds ``Prepare`` back for a while. Belongs to the loop's thread."""
+    """Holds ``Prepare`` and ``Migrate`` back for a while. Belongs to the loop's thread."""
 
     def __init__(
         self,
         me: InstanceId,
         unreached: Callable[[Iterable[InstanceId]], list[InstanceId]],
-        patience_s: float,
+        patience_s: Callable[[Iterable[InstanceId]], float],
     ) -> None:
-        """``unreached``: those of the instances to whom no connection stands."""
+        """``unreached``: those of the instances to whom no connection stands; ``patience_s``: how
+        long to wait for it.
+        """
         self._me = me
         self._unreached = unreached
         self._patience_s = patience_s
@@ -34,36 +47,44 @@ class PrepareGate:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether connections are waited for, a matter of milliseconds."""
+        """Whether connections are waited for, mostly a matter of milliseconds."""
         return bool(self._held)
 
-    def passes(self, message: Message, now_s: float) -> bool:
+    def passes(self, message: Order | Rollback | EndMigration, now_s: float) -> bool:
         """Whether the agent shall have the message now; else it is kept, or has become void."""
         match message:
-            case Prepare() if self._missing(message):
-                self._held[message.transition_id] = _Held(message, now_s)
+            case Rollback(held_id) | EndMigration(held_id):
+                return self._held.pop(held_id, None) is None
+            case Prepare(held_id) | Migrate(held_id) if self._missing(message):
+                self._held[held_id] = _Held(message, now_s)
                 return False
-            case Rollback(transition_id):
-                return self._held.pop(transition_id, None) is None
-            case Form():
-                self._held.clear()
         return True
 
-    def turn(self, now_s: float) -> tuple[list[Prepare], list[Prepared]]:
+    def clear(self) -> None:
+        """A group is formed from nothing: what was kept is void."""
+        self._held.clear()
+
+    def turn(self, now_s: float) -> tuple[list[Order], list[Answer]]:
         """What the agent shall have now, and what the front is answered without it."""
-        passed, refused = [], []
-        for transition_id, held in tuple(self._held.items()):
-            missing = self._missing(held.message)
+        passed: list[Order] = []
+        refused: list[Answer] = []
+        for held_id, held in tuple(self._held.items()):
+            missing = self._missing(held.order)
             if not missing:
-                passed.append(held.message)
-            elif now_s - held.since_s > self._patience_s:
+                passed.append(held.order)
+            elif now_s - held.since_s > self._patience_s(missing):
                 reason = f"no connection to instances {missing}"
-                refused.append(Prepared(transition_id, self._me, reason, tuple(missing)))
+                if isinstance(held.order, Migrate):
+                    refused.append(MigrationOver(held_id, self._me, reason))
+                else:
+                    refused.append(Prepared(held_id, self._me, reason, tuple(missing)))
             else:
                 continue
-            del self._held[transition_id]
+            del self._held[held_id]
         return passed, refused
 
-    def _missing(self, message: Prepare) -> list[InstanceId]:
-        layouts = message.old + message.new
+    def _missing(self, order: Order) -> list[InstanceId]:
+        if isinstance(order, Migrate):
+            return self._unreached([order.target])
+        layouts = order.old + order.new
         return self._unreached(sorted({i for layout in layouts for i in layout.members}))

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,16 +21,13 @@ from kunserve.cluster.instance.wire_lease import LEASE_PART, WireLease
 from kunserve.cluster.instance.wired_body import WiredBody
 from kunserve.cluster.log_format import start_logging
 from kunserve.cluster.processes.front_address import FrontAddress, lines_of
-from kunserve.cluster.processes.launch import (
-    EXIT_LOST_MESSAGES,
-    InstanceOrder,
-    StartupFailure,
-    StepFailure,
-)
+from kunserve.cluster.processes.launch import InstanceOrder, LastWords
 from kunserve.cluster.trace import instance_trace
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
-from kunserve.core.errors import KunServeError
+from kunserve.core.errors import KunServeError, StartupFailure
+from kunserve.core.extras import find_extra
+from kunserve.core.faults import EXIT_LOST_MESSAGES, EXIT_MACHINE_FAILED, Fault, fault_of
 from kunserve.core.messages import Ready
 from kunserve.core.transfer import PeerAddress
 from kunserve.transport.peers.links import PeerLinks
@@ -75,15 +73,19 @@ def run_instance(load: Callable[[InstanceOrder], Loaded]) -> int:
         return EXIT_ORPHANED  # it died before the line above: its death gives no signal
     lease = _lease_of(order)
     start_logging(order.plan.config.log, order.instance_id)
+    threading.excepthook = _end_by
     try:
         loop = _assemble(order, load(order), lease, front_address)
     except KunServeError as error:
-        _say(StartupFailure(type(error).__name__, str(error)))
+        _say(StartupFailure.of(error))
         return EXIT_REFUSED
     # What a start has made stays. Looking through it all again would hold up a step.
     gc.collect()
     gc.freeze()
-    return _run(loop)
+    try:
+        return _run(loop)
+    finally:
+        threading.excepthook = threading.__excepthook__  # threads end in any way now
 
 
 def _lease_of(order: InstanceOrder) -> Hold | None:
@@ -95,21 +97,33 @@ def _lease_of(order: InstanceOrder) -> Hold | None:
 
 
 def _run(loop: InstanceLoop) -> int:
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who asks twice wants it now
+        loop.leave()
+
+    signal.signal(signal.SIGTERM, leave)
     try:
         loop.run()
     except LostMessages as error:
         logger.error("leaving: of the front's messages some are lost: %s", error)
         return EXIT_LOST_MESSAGES
     except SystemExit:
-        raise  # for a reason that is no request's
-    except BaseException:
-        if loop.requests_of_step:
-            _say(StepFailure(loop.requests_of_step))
+        raise  # its code tells
+    except BaseException as error:
+        fault = fault_of(error)
+        _say(LastWords(fault, loop.requests_of_step if fault is Fault.REQUEST else ()))
         raise
     return 0
 
 
-def _say(last_words: StartupFailure | StepFailure) -> None:
+def _end_by(failure: threading.ExceptHookArgs) -> None:
+    """A thread of this process has failed: nobody would look after what it kept."""
+    name = None if failure.thread is None else failure.thread.name
+    logger.critical("leaving: a thread has failed name=%s", name, exc_info=failure.exc_value)
+    os._exit(EXIT_MACHINE_FAILED)
+
+
+def _say(last_words: StartupFailure | LastWords) -> None:
     with contextlib.suppress(OSError):  # the front that read it may have died
         sys.stdout.buffer.write(msgspec.json.encode(last_words))
         sys.stdout.buffer.flush()
@@ -152,5 +166,9 @@ def _assemble(
     ready = Ready(replace(spec, place=order.place), address, max_model_len, loaded.summary)
     channel.send(ready)
     trace = instance_trace(config.cluster.trace_out, spec.instance_id)
+    kv_events, endpoint = None, config.log.kv_events_endpoint
+    if endpoint is not None:
+        extra = find_extra("kv_events", "zmq", "--kv-events-endpoint")
+        kv_events = extra(endpoint, int(spec.instance_id), spec.block_size)
     kind = DeviceLoop if body.computes_aside else InstanceLoop
-    return kind(agent, body, channel, peers, mover, config.cluster, ready, lease, trace)
+    return kind(agent, body, channel, peers, mover, config.cluster, ready, lease, trace, kv_events)

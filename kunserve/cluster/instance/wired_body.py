@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from kunserve.control.instance.body import Body, Memory, StepOutcome, StepWork
 from kunserve.core.layout import LayerRange
-from kunserve.transport.bulk.movable_memory import MovableMemory
+from kunserve.transport.bulk.movable_memory import MovableMemory, WriteGate
 
 
 class WiredMemory(Memory, MovableMemory, Protocol):
@@ -46,6 +46,6 @@ class WiredBody(Body, Protocol):
         """The inverse, on the receiving stage."""
         ...
 
-    def load_layers(self, layers: LayerRange) -> None:
-        """Fill mapped layers from disk."""
+    def load_layers(self, layers: LayerRange, gate: WriteGate) -> None:
+        """Fill mapped layers from disk; whatever writes there passes the ``gate``."""
         ...

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from kunserve.cluster.processes.seat import FrontMoved
+from kunserve.transport.wire.network import FrontPlace
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +33,22 @@ class FrontAddress:
     """The address, replaced as a whole, so that any thread may ask."""
 
     def __init__(self, address: str) -> None:
-        self._address = address
+        self._place = FrontPlace(address)
 
-    def __call__(self) -> str:
+    def __call__(self) -> FrontPlace:
         """Where the front is called now."""
-        return self._address
+        return self._place
 
     def follow(self, lines: Iterable[bytes]) -> None:
-        """Read what the process's parent writes, ``FrontMoved`` line by line, in a thread."""
+        """Read what the process's parent writes, ``FrontPlace`` line by line, in a thread."""
         threading.Thread(target=self._read, args=(lines,), name="front moves", daemon=True).start()
 
     def _read(self, lines: Iterable[bytes]) -> None:
         for line in lines:
             try:
-                moved = msgspec.json.decode(line, type=FrontMoved)
+                place = msgspec.json.decode(line, type=FrontPlace)
             except msgspec.MsgspecError as error:
                 logger.error("standard input had no front's address: %s", error)
                 continue
-            logger.info("the front is another one address=%s", moved.address)
-            self._address = moved.address
+            logger.info("the front is another one address=%s", place.address)
+            self._place = place

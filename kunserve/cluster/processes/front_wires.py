@@ -1,7 +1,7 @@
 """How instances reach the front: by files of one machine, or over a network with keys."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from zmq import ZMQError
@@ -12,12 +12,19 @@ from kunserve.cluster.processes.processes import Processes
 from kunserve.cluster.processes.reachability import Reachability
 from kunserve.cluster.processes.seat import WiresState
 from kunserve.cluster.processes.succession import Succession
-from kunserve.control.cluster.requests.quarantine import Cause
 from kunserve.core.config import ClusterConfig
 from kunserve.core.errors import ConfigError
+from kunserve.core.faults import Fault
 from kunserve.core.ids import InstanceId
 from kunserve.transport.wire.channel import FrontChannel, FrontNetwork
-from kunserve.transport.wire.network import Keys, Network, any_port_of, bracketed, new_keys
+from kunserve.transport.wire.network import (
+    FrontPlace,
+    Keys,
+    Network,
+    any_port_of,
+    bracketed,
+    new_keys,
+)
 
 
 class FrontWires:
@@ -39,7 +46,7 @@ class FrontWires:
         self._epoch = epoch
         self._earlier = earlier
         self._keys = new_keys()
-        if earlier is not None:
+        if earlier is not None and earlier.secret_key is not None:
             self._keys = Keys(earlier.public_key, earlier.secret_key)
         self._name = name or secrets.token_hex(8)
         self._instance_keys: dict[InstanceId, str] = {}
@@ -81,7 +88,7 @@ class FrontWires:
             self._instance_keys[instance_id] = key
             channel.admit(instance_id, key)
         for process in found:
-            process.follow(self._address)
+            process.follow(FrontPlace(self._address, self._keys.public))
 
     async def _listen(self, channel: FrontChannel) -> None:
         places = [any_port_of(self._host)]
@@ -119,10 +126,17 @@ class FrontWires:
             ),
         )
 
+    def know(self, keys: Mapping[InstanceId, str]) -> None:
+        """Let these processes in, whose keys were made beside them: the secret ones stay there."""
+        for instance_id, public_key in keys.items():
+            if self._instance_keys.get(instance_id) != public_key:
+                self._instance_keys[instance_id] = public_key
+                self._channel.admit(instance_id, public_key)
+
     def look(self, ready: Iterable[InstanceId], processes: Processes, now_s: float) -> None:
         """Give up who cannot be reached, whether its process can be ended or not. At every tick."""
         for instance_id in self._reach.lost(ready, now_s):
-            processes.condemn(instance_id, "it cannot be reached", Cause.OUTSIDE, is_cut_off=True)
+            processes.condemn(instance_id, "it cannot be reached", Fault.UNKNOWN, is_cut_off=True)
 
     @property
     def state(self) -> WiresState:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,11 @@ import msgspec
 from kunserve.cluster.instance.lease import LeaseTerms
 from kunserve.cluster.processes.process_mark import FoundProcess, mark_of, open_marked
 from kunserve.cluster.processes.run_folder import RunFolder
-from kunserve.cluster.processes.seat import FrontMoved, Seat
-from kunserve.control.cluster.requests.quarantine import Blame, Cause
+from kunserve.cluster.processes.seat import Seat
+from kunserve.control.cluster.requests.quarantine import Blame, blame_of
 from kunserve.core.config import MIB, KunServeConfig
-from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel
+from kunserve.core.errors import ConfigError, StartupFailure, TooLittleMemory
+from kunserve.core.faults import Fault, fault_of_exit
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.place import ONE_HOST, Place
 from kunserve.core.plan import Plan
@@ -30,13 +30,9 @@ from kunserve.engine.memory.free_memory import (
     held_bytes,
 )
 from kunserve.transport.children.child import Child, Mortal
-from kunserve.transport.wire.network import Network
+from kunserve.transport.wire.network import FrontPlace, Network
 
 logger = logging.getLogger(__name__)
-
-_ERRORS: dict[str, type[ConfigError]] = {
-    kind.__name__: kind for kind in (ConfigError, ModelFiles, TooLittleMemory, UnsupportedModel)
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +74,6 @@ class InstanceOrder:
     """None: every process of the cluster is on this machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartupFailure:
-    """What a process that cannot start writes to its standard output, as JSON."""
-
-    error: str
-    message: str
-
-    def to_error(self) -> ConfigError:
-        """The error as the front raises it."""
-        return _ERRORS.get(self.error, ConfigError)(self.message)
-
-
 def startup_error(instance_id: InstanceId, reason: str, said: bytes) -> ConfigError:
     """Why a process did not come to serve."""
     try:
@@ -99,31 +83,21 @@ def startup_error(instance_id: InstanceId, reason: str, said: bytes) -> ConfigEr
 
 
 @dataclass(frozen=True, slots=True)
-class StepFailure:
-    """What a process whose step failed writes there before its end, as JSON."""
+class LastWords:
+    """What a process that fails writes there before its end, as JSON."""
 
-    request_ids: tuple[RequestId, ...]
-    """Of the step."""
-
-
-EXIT_LOST_MESSAGES = 72
-"""Exit code of a process that misses messages of the front."""
-EXIT_REMAP_FAILED = 71
-"""Of one that the system refused a call in the middle of a remap."""
-_OUTSIDE = (
-    *(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
-    EXIT_LOST_MESSAGES,
-    EXIT_REMAP_FAILED,
-)
+    fault: Fault
+    request_ids: tuple[RequestId, ...] = ()
+    """Of the step that failed."""
 
 
 def blame_for(exit_code: int | None, said: bytes) -> Blame:
-    """Whether a process that ended may have died of what it ran. No code: nobody knows."""
+    """Whether a process that ended may have died of what it ran."""
     try:
-        return Blame(Cause.INSIDE, msgspec.json.decode(said, type=StepFailure).request_ids)
+        last = msgspec.json.decode(said, type=LastWords)
     except msgspec.MsgspecError:
-        is_outside = exit_code is None or exit_code in _OUTSIDE
-        return Blame(Cause.OUTSIDE if is_outside else Cause.INSIDE)
+        return blame_of(fault_of_exit(exit_code))
+    return blame_of(last.fault, last.request_ids)
 
 
 def check_memory(config: KunServeConfig) -> None:
@@ -217,7 +191,7 @@ class InstanceProcess(Mortal, Protocol):
 
     @property
     def said(self) -> bytes:
-        """What it wrote to standard output: a ``StartupFailure`` or a ``StepFailure``.
+        """What it wrote to standard output: ``StartupFailure`` or ``LastWords``.
 
         Known once it has ended.
         """
@@ -228,10 +202,13 @@ class InstanceProcess(Mortal, Protocol):
         """The negative signal if one ended it; None if it runs, or if nobody can know."""
         ...
 
-    def follow(self, front_address: str) -> None:
-        """Its front is another one now, which is called there. On one machine it sees that by
-        itself.
-        """
+    @property
+    def public_key(self) -> str | None:
+        """If it was made beside the process, and not with its order."""
+        ...
+
+    def follow(self, front: FrontPlace) -> None:
+        """Its front is another one now. On one machine it sees that by itself."""
         ...
 
 
@@ -343,6 +320,8 @@ def find_here(marks: Mapping[InstanceId, str]) -> dict[InstanceId, InstanceProce
 class LocalProcess(Child):
     """A child that carries out an order. Implements ``InstanceProcess`` in an event loop."""
 
+    public_key: str | None = None
+
     def __init__(
         self,
         order: InstanceOrder,
@@ -383,11 +362,11 @@ class LocalProcess(Child):
             self.said = self._words.readall()
             return code
 
-    def follow(self, front_address: str) -> None:
+    def follow(self, front: FrontPlace) -> None:
         """Tell it on its standard input, if that is open."""
         if not self._stdin.closed:
-            self._tell(FrontMoved(front_address))
+            self._tell(front)
 
-    def _tell(self, word: InstanceOrder | FrontMoved) -> None:
+    def _tell(self, word: InstanceOrder | FrontPlace) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has died: whoever waits for it sees that
             self._stdin.write(msgspec.json.encode(word) + b"\n")

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 from kunserve.transport.children.child import end_of
+from kunserve.transport.wire.network import FrontPlace
 
 
 def mark_of(pid: int) -> str | None:
@@ -57,6 +58,8 @@ class FoundProcess:
     exit_code: int | None = None
     """Its parent alone is told."""
 
+    public_key: str | None = None
+
     def __init__(self, mark: str, fd: int) -> None:
         """``fd`` is of ``open_marked``."""
         self.mark = mark
@@ -75,5 +78,5 @@ class FoundProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
-    def follow(self, front_address: str) -> None:
+    def follow(self, front: FrontPlace) -> None:
         """Nobody can tell it anything: it sees its front by the lock, or at the old address."""

@@ -15,8 +15,9 @@ from functools import partial
 from kunserve.cluster.driver.background import Background
 from kunserve.cluster.processes.launch import InstanceOrder, InstanceProcess, Launcher, blame_for
 from kunserve.cluster.waking_clock import WakingClock
-from kunserve.control.cluster.requests.quarantine import NOBODY, Blame, Cause
+from kunserve.control.cluster.requests.quarantine import NOBODY, Blame, blame_of
 from kunserve.core.config import ClusterConfig
+from kunserve.core.faults import Fault
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive
 from kunserve.transport.children.child import END_S, LEAVE_S, Pauses, ended
@@ -68,7 +69,7 @@ class _Place:
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
     verdict: str | None = None
     """Why it was condemned."""
-    cause: Cause | None = None
+    fault: Fault | None = None
     """If that is known before its end."""
     is_cut_off: bool = False
     """Nobody can tell whether the condemned process ends, so nobody waits for that."""
@@ -151,6 +152,12 @@ class Processes:
         """Of all processes, by which a launcher finds them again."""
         places = self._places.items()
         return {i: place.process.mark for i, place in places if place.process is not None}
+
+    @property
+    def made_keys(self) -> dict[InstanceId, str]:
+        """Public keys of processes that have others than they were ordered with."""
+        found = ((i, place.process) for i, place in self._places.items())
+        return {i: one.public_key for i, one in found if one is not None and one.public_key}
 
     @property
     def loaded(self) -> tuple[InstanceId, ...]:
@@ -237,16 +244,20 @@ class Processes:
             try:
                 if process is None:
                     process = await self._start(instance_id)
-            except OSError as error:
-                reason = f"cannot be started: {error}"
-            else:
                 reason = await self._end_of(instance_id, place, process)
                 said, exit_code = process.said, process.exit_code
+            except Exception as error:
+                reason = f"cannot be started: {error}"
+                if process is not None:
+                    reason = f"nobody can watch it: {error}"
+                    process.kill()
+                if process is not None or not isinstance(error, OSError):
+                    self._background.note(f"processes of instance {instance_id}")
             process = None
             pause_s = self._count_end(place)
             is_wanted = True
             with self._background.surviving("death of an instance"):
-                blame = blame_for(exit_code, said) if place.cause is None else Blame(place.cause)
+                blame = blame_for(exit_code, said) if place.fault is None else blame_of(place.fault)
                 death = Death(
                     instance_id, reason, said, blame, place.num_failed_starts, place.is_new
                 )
@@ -279,7 +290,7 @@ class Processes:
     ) -> str:
         """Wait until the process is over; why it is."""
         place.process, place.verdict, place.last = process, None, None
-        place.cause, place.is_cut_off = None, False
+        place.fault, place.is_cut_off = None, False
         place.condemned.clear()
         place.since_s = place.heard_s = place.moved_s = self._clock.now_s()
         self._note_change()
@@ -342,35 +353,41 @@ class Processes:
                 if verdict is not None:
                     self.condemn(instance_id, *verdict)
 
-    def _judge(self, place: _Place, now_s: float) -> tuple[str, Cause] | None:
+    def _judge(self, place: _Place, now_s: float) -> tuple[str, Fault] | None:
         config = self._config
         if not place.is_ready:
             if now_s - place.since_s > config.start_timeout_s:
                 limit_s = config.start_timeout_s
                 late = f"not ready within {limit_s:g} s (--start-timeout raises the limit)"
-                return late, Cause.OUTSIDE
+                return late, Fault.UNKNOWN
             if not (place.was_found and (place.has_loaded or place.last)):
                 return None  # a heart beats from the first turn of the loop on
         if now_s - place.heard_s > config.heartbeat_timeout_s:
-            return f"no heartbeat for {now_s - place.heard_s:.1f} s", Cause.OUTSIDE
+            return f"no heartbeat for {now_s - place.heard_s:.1f} s", Fault.UNKNOWN
         still_s, last = now_s - place.moved_s, place.last
-        limit_s = self._patience_of(place)
+        limit_s, fault = self._patience_of(place), Fault.REQUEST
         if last is None or not last.is_computing:
             limit_s = max(limit_s, config.start_timeout_s)  # it may load weights, as at a start
+            fault = Fault.UNKNOWN
         if still_s <= limit_s:
             return None
-        return f"its loop stands still since {still_s:.1f} s", Cause.INSIDE
+        return f"its loop stands still since {still_s:.1f} s", fault
 
     def patience_s(self, instance_id: InstanceId) -> float:
         """How long the instance may take for what is a step's work."""
         return self._patience_of(self._places[instance_id])
+
+    def longest_step_s(self, instance_id: InstanceId) -> float:
+        """Of the instance's steps, as it has told; 0 before it has."""
+        last = self._places[instance_id].last
+        return 0.0 if last is None else last.longest_step_s
 
     def _patience_of(self, place: _Place) -> float:
         longest_step_s = 0.0 if place.last is None else place.last.longest_step_s
         return max(self._config.hang_timeout_s, STEPS_PER_HANG * longest_step_s)
 
     def condemn(
-        self, instance_id: InstanceId, reason: str, cause: Cause, *, is_cut_off: bool = False
+        self, instance_id: InstanceId, reason: str, fault: Fault, *, is_cut_off: bool = False
     ) -> None:
         """Kill the instance's process, for a reason that is logged once.
 
@@ -379,7 +396,7 @@ class Processes:
         place = self._places[instance_id]
         if place.process is None or place.verdict is not None:
             return
-        place.verdict, place.cause, place.is_cut_off = reason, cause, is_cut_off
+        place.verdict, place.fault, place.is_cut_off = reason, fault, is_cut_off
         logger.error("instance killed instance=%d reason=%r", instance_id, reason)
         place.process.kill()
         place.condemned.set()
@@ -390,7 +407,7 @@ class Processes:
         process = None if place is None else place.process
         if place is None or process is None:
             return False
-        place.cause = Cause.NOBODY
+        place.fault = Fault.ORDER
         await ended(process)
         return True
 

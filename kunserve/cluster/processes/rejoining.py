@@ -8,6 +8,8 @@ from kunserve.core.messages import Ready, Rejoin
 
 REJOIN_S = 5.0
 """How long they are waited for before those that are back serve."""
+REJOIN_STEPS = 2
+"""Of one that is not back, its longest steps that it is waited for beside: it may be in one."""
 
 
 class Rejoining:
@@ -48,10 +50,12 @@ class Rejoining:
 
     def are_back(self, now_s: float) -> bool:
         """Whether all that run are back, or it is late."""
-        is_late = now_s > self._until_s
-        return is_late or all(
-            event is not None or not self._processes.was_found(instance_id)
-            for instance_id, event in self._events.items()
+        processes = self._processes
+        missing = [i for i, event in self._events.items() if event is None]
+        return all(
+            now_s > self._until_s + REJOIN_STEPS * processes.longest_step_s(instance_id)
+            for instance_id in missing
+            if processes.was_found(instance_id)
         )
 
     def end(self) -> list[Rejoin]:

@@ -79,7 +79,10 @@ class RunFolder:
         deadline_s = time.monotonic() + LOCK_S
         while not self._lock.try_to_take():
             if time.monotonic() > deadline_s:
-                raise ConfigError(f"another server runs in the folder {path}")
+                raise ConfigError(
+                    f"another server is at this address, with its folder {path}: stop it, or give "
+                    "another --port"
+                )
             time.sleep(POLL_S)
             path.mkdir(mode=0o700, parents=True, exist_ok=True)  # one that left removed it
 

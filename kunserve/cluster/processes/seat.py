@@ -13,7 +13,8 @@ class WiresState:
 
     address: str
     public_key: str
-    secret_key: str
+    secret_key: str | None
+    """None where others might read it: the next front has a key of its own, and tells."""
     instance_keys: dict[InstanceId, str] = field(default_factory=dict)
     """Public ones, of the processes that run."""
 
@@ -38,14 +39,8 @@ class RunState:
     """Of all instances that there are to be, also of those between two processes."""
     loaded: tuple[InstanceId, ...] = ()
     """Of those whose processes have been ready. The others may load still, and say nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrontMoved:
-    """What an instance's process reads on its standard input when its front is another one."""
-
-    address: str
-    """Where that one is called."""
+    max_model_len: int | None = None
+    """What all of them can serve, in tokens. None: not known yet."""
 
 
 class Seat(Protocol):

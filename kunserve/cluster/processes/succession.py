@@ -53,10 +53,13 @@ class Succession:
         self.loaded = () if earlier is None else earlier.loaded
         """Instances that have been ready for an earlier front."""
         self._is_of_use = earlier is not None and earlier.settings == settings
+        self.max_model_len: int | None = None
+        """What all instances can serve, as far as fronts have found out."""
         if found and earlier is not None and self._is_of_use:
             folder = None if seat.path is None else Path(earlier.socket_folder)
             self.sockets = SocketFolder(folder)
             self.wires = earlier.wires
+            self.max_model_len = earlier.max_model_len
         else:
             seat.clear()
             self.sockets = SocketFolder(self._place_for_sockets())
@@ -140,6 +143,8 @@ class Succession:
         ``ids``: of all instances, also of those that are between two processes. ``loaded``: of
         those that have been ready.
         """
+        if wires is not None and self._seat.path is None:
+            wires = replace(wires, secret_key=None)  # Ray's own channels may be read
         self._seat.write(
             RunState(
                 front=self._front,
@@ -150,6 +155,7 @@ class Succession:
                 wires=wires,
                 ids=ids,
                 loaded=loaded,
+                max_model_len=self.max_model_len,
             )
         )
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kunserve.control.instance.body import Remap, UnitCopy
 from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import TooLittleMemory
+from kunserve.core.faults import EXIT_REMAP_FAILED
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.snapshots import InstanceSpec
@@ -42,10 +43,8 @@ class RemapFailed(SystemExit):
     not there, and the controller knows what to do about a dead instance.
     """
 
-    EXIT_CODE = 71
-
     def __init__(self) -> None:
-        super().__init__(self.EXIT_CODE)
+        super().__init__(EXIT_REMAP_FAILED)
 
 
 class _Move(NamedTuple):

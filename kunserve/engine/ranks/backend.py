@@ -31,6 +31,7 @@ from kunserve.engine.weights.readers import Reader
 from kunserve.model.sharding import check_shardable, config_of_rank, spec_of_rank
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
+from kunserve.transport.bulk.movable_memory import WriteGate
 
 
 class SeveralRanks:
@@ -38,6 +39,8 @@ class SeveralRanks:
 
     keeps_quantised = False
     splits_head = False
+    more_words: tuple[type, ...] = ()
+    """Which the other ranks are told beside ``control.WORDS``."""
 
     def __init__(
         self,
@@ -82,7 +85,9 @@ class SeveralRanks:
         return self._one.sampler(eos_ids, vocab_size, forms)
 
     def _start_others(self) -> Members:
-        return Members(self._num_ranks, self._start, self._on_death, self._patience_s)
+        return Members(
+            self._num_ranks, self._start, self._on_death, self._patience_s, self.more_words
+        )
 
     def _order(
         self, rank: int, instance_id: InstanceId, spec: ModelSpec, of_rank: InstanceConfig
@@ -225,9 +230,9 @@ class _RankedLoader:
         """See ``Loader``."""
         self._of_ranks[0].load_ends()
 
-    def load_layers(self, layers: LayerRange) -> None:
+    def load_layers(self, layers: LayerRange, gate: WriteGate | None = None) -> None:
         """See ``Loader``. The first call is that of the start."""
         loaders = self._of_ranks if self._have_loaded else self._of_ranks[:1]
         for loader in loaders:
-            loader.load_layers(layers)
+            loader.load_layers(layers, gate)
         self._have_loaded = True

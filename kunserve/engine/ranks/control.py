@@ -4,21 +4,21 @@ Ranks with a device each have more words.
 """
 
 import contextlib
-import pickle
 import select
 import socket
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from kunserve.core.config import InstanceConfig
-from kunserve.core.errors import KunServeError
+from kunserve.core.errors import StartupFailure
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.cpu.decoder import StepLimits
-from kunserve.engine.ranks.meeting import RankLost
+from kunserve.engine.ranks.meeting import RankLost, Why
 from kunserve.engine.ranks.region import Room
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
+from kunserve.transport.wire.codec import Codec
 
 _MOST_BYTES = 1 << 16
 _MOST_FILES = 4
@@ -73,41 +73,63 @@ class OpenRegion:
     """What to take memory for at once."""
 
 
-class Answer(NamedTuple):
+class Held(NamedTuple):
+    """What must be the same on all ranks of an instance."""
+
+    layers: LayerRange
+    granules: tuple[bytes, bytes]
+    """Where weights and KV lie."""
+
+
+Said: TypeAlias = str | Held | None
+"""A refusal, what is held, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
     """A word was carried out, or was not."""
 
-    refusal: KunServeError | None = None
+    failure: StartupFailure | None = None
     """The caller's mistake that forbids it."""
-    said: Any = None
+    said: Said = None
     """What was asked for."""
+
+
+WORDS: tuple[type[Any], ...] = (Join, Answer, Drop, Reclaim, OpenRegion)
+"""What is said between ranks of any kind."""
 
 
 class Talk:
     """One end of the pair."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, more_words: tuple[type[Any], ...] = ()) -> None:
+        """``more_words``: beside ``WORDS``, those of ranks of one kind."""
         self._end = end
+        self._codec: Codec[Any] = Codec((*WORDS, *more_words))
 
-    def say(self, word: Any, fds: tuple[int, ...] = ()) -> None:
-        """Send; raises RankLost when nobody is there."""
-        # Both ends are one program, and nobody else has a descriptor: what comes may be unpickled.
-        data = pickle.dumps(word)
+    def learn(self, more_words: tuple[type[Any], ...]) -> None:
+        """A rank knows only now of what kind it is."""
+        self._codec = Codec((*WORDS, *more_words))
+
+    def say(self, word: Any, fds: tuple[int, ...] = (), why: Why | None = None) -> None:
+        """Send; raises RankLost when nobody is there. ``why``: see there."""
+        data = self._codec.encode(word)
         assert len(data) <= _MOST_BYTES, (type(word), len(data))
         try:
             socket.send_fds(self._end, [data], list(fds))
         except OSError as error:
-            raise RankLost(f"nobody listens any more: {error.strerror}") from error
+            raise RankLost(f"nobody listens any more: {error.strerror}", why) from error
 
-    def hear(self, seconds: float | None = None) -> tuple[Any, list[int]]:
-        """The next word and its files. Raises RankLost when none comes."""
+    def hear(self, seconds: float | None = None, why: Why | None = None) -> tuple[Any, list[int]]:
+        """The next word and its files. Raises RankLost when none comes; ``why``: see there."""
         self._end.settimeout(seconds)
         try:
             data, fds, _, _ = socket.recv_fds(self._end, _MOST_BYTES, _MOST_FILES)
         except OSError as error:
-            raise RankLost(f"no word in {seconds} s: {error}") from error
+            raise RankLost(f"no word in {seconds} s: {error}", why) from error
         if not data:
-            raise RankLost("the other end is closed")
-        return pickle.loads(data), fds
+            raise RankLost("the other end is closed", why)
+        return self._codec.decode(data), fds
 
     def has_word(self, seconds: float) -> bool:
         """Whether one comes within so long, or the other end closes."""
@@ -122,7 +144,7 @@ class Talk:
         self._end.close()
 
 
-def talk_pair() -> tuple[Talk, socket.socket]:
+def talk_pair(more_words: tuple[type[Any], ...] = ()) -> tuple[Talk, socket.socket]:
     """Rank 0's end, and the other rank's as a socket to be handed on."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Talk(ours), theirs
+    return Talk(ours, more_words), theirs

@@ -3,18 +3,33 @@
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
+from typing import TypeAlias
 
+from kunserve.core.faults import Fault, MachineFailed
 from kunserve.engine.cpu.kernels.library import CRanks, library
 
 PATIENCE_S = 60.0
 """How long a rank waits for another one before the instance gives up. A rank that dies is seen at
 once; this is for one that stands still."""
+EXIT_ANOTHER_LOST = 5
+"""Of a rank that has lost another one: how that one ended tells why."""
 _SPINS = 2000
 _BYTES = mmap.PAGESIZE
 
 
-class RankLost(RuntimeError):
+Why: TypeAlias = Callable[[], Fault]
+"""Whether a rank that is lost has died of what it computed: rank 0's ``Members`` know."""
+
+
+class RankLost(MachineFailed):
     """A rank has died, or does not answer: nothing that is computed now can be used."""
+
+    def __init__(self, message: str, why: Why | None = None) -> None:
+        """Without ``why`` it is the machine's."""
+        super().__init__(message)
+        if why is not None:
+            self.fault = why()
 
 
 class Meeting:
@@ -37,6 +52,7 @@ class Meeting:
             size=num_ranks,
             spins=_SPINS,
         )
+        self.why: Why | None = None
         self._meet, self._tell = kernels.kun_ranks_meet, kernels.kun_ranks_tell
         self._wait, self._lose = kernels.kun_ranks_wait, kernels.kun_ranks_lose
 
@@ -58,7 +74,9 @@ class Meeting:
     def check(self) -> None:
         """Raise RankLost if a rank was lost in a meeting since."""
         if self.as_c.lost:
-            raise RankLost("a rank of this instance has died, or stood still for too long")
+            raise RankLost(
+                "a rank of this instance has died, or stood still for too long", self.why
+            )
 
     def tell(self) -> None:
         """A command is written: the other ranks are to carry it out."""

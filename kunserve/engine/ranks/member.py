@@ -11,11 +11,12 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from kunserve.core.errors import KunServeError
+from kunserve.core.errors import KunServeError, StartupFailure
 from kunserve.core.extras import find_extra
+from kunserve.core.faults import EXIT_MACHINE_FAILED
 from kunserve.engine.memory.instance_memory import RemapFailed
 from kunserve.engine.ranks.control import Answer, Join, Talk
-from kunserve.engine.ranks.meeting import RankLost
+from kunserve.engine.ranks.meeting import EXIT_ANOTHER_LOST, RankLost
 from kunserve.engine.ranks.rank import HostRank, Rank
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,9 @@ def run_member(end: socket.socket) -> int:
     try:
         rank = _rank_of(order, fds)
     except KunServeError as error:
-        talk.say(Answer(error))
+        talk.say(Answer(StartupFailure.of(error)))
         return EXIT_REFUSED
+    talk.learn(rank.more_words)
     gc.collect()
     gc.freeze()
     talk.say(Answer())
@@ -51,7 +53,7 @@ def run_member(end: socket.socket) -> int:
     try:
         rank.compute()
     except RankLost:
-        pass
+        return EXIT_ANOTHER_LOST
     except BaseException:
         rank.lose()
         raise
@@ -68,7 +70,7 @@ def _rank_of(order: Join, fds: Sequence[int]) -> Rank:
 
 def _obey_all(rank: Rank, talk: Talk) -> None:
     """In a thread: what it raises would end nothing, so it ends the process."""
-    code = 1
+    code = EXIT_MACHINE_FAILED  # no step is computed here
     try:
         rank.enter()
         while True:

@@ -50,6 +50,15 @@ def stay_on(cpus: frozenset[int] | None) -> None:
         os.sched_setaffinity(0, cpus)
 
 
+def stay_on_one(instance: int, num_threads: int, nodes: Sequence[frozenset[int]]) -> None:
+    """An instance of one rank computes on one node, where its memory is then too; the next
+    instance on the next. Not if it has more threads than the node has processors.
+    """
+    (cpus,) = place_ranks(instance, 1, nodes)
+    if cpus is not None and num_threads <= len(cpus):
+        stay_on(cpus)
+
+
 @contextlib.contextmanager
 def visiting(cpus: frozenset[int] | None) -> Iterator[None]:
     """Within, this thread takes memory where these processors are."""

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kunserve.core.errors import ConfigError
-from kunserve.engine.memory.instance_memory import RemapFailed
-from kunserve.engine.ranks.control import Answer, Join, Talk, talk_pair
-from kunserve.engine.ranks.meeting import PATIENCE_S, Meeting, RankLost
+from kunserve.core.faults import EXIT_MACHINE_FAILED, Fault, fault_of_exit
+from kunserve.engine.ranks.control import Answer, Join, Said, Talk, talk_pair
+from kunserve.engine.ranks.meeting import EXIT_ANOTHER_LOST, PATIENCE_S, Meeting, RankLost
 from kunserve.transport.children.child import LEAVE_S, Child
 
 logger = logging.getLogger(__name__)
 
+_END_S = 5.0
+"""How long after a rank was lost its process may take to end: its exit code tells why."""
 _LAST_WORDS_S = 2.0
 """How long the thread that computes has to end by itself, and to say of which requests."""
-_OUTSIDE = tuple(-n for n in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-"""Exit codes of a rank that somebody else has ended: the instance ends as if it had been meant."""
 
 
 Start = Callable[[socket.socket], Child]
@@ -44,9 +44,17 @@ class Members:
         start: Start = spawn_member,
         on_death: Callable[[int, int], None] | None = None,
         patience_s: float = PATIENCE_S,
+        more_words: tuple[type[Any], ...] = (),
     ) -> None:
-        """Start their processes. ``on_death`` is told the rank and the exit code."""
+        """Start their processes. ``on_death`` is told the rank and the exit code.
+
+        ``more_words``: what they are told beside ``control.WORDS``.
+        """
         self.meeting = Meeting(0, num_ranks, patience_s=patience_s)
+        self.meeting.why = self.why_lost
+        self._end: Fault | None = None
+        """Of the first rank that was over."""
+        self._is_over = threading.Event()
         self._patience_s = patience_s
         self._on_death = on_death or self._die_too
         self._is_closing = False
@@ -56,7 +64,7 @@ class Members:
         self._processes: list[Child] = []
         try:
             for _ in range(1, num_ranks):
-                talk, theirs = talk_pair()
+                talk, theirs = talk_pair(more_words)
                 with theirs:
                     self._talks.append(talk)
                     self._processes.append(start(theirs))
@@ -93,8 +101,8 @@ class Members:
                         f"rank {rank} of the instance did not start: exit code {code}"
                     ) from error
                 assert isinstance(answer, Answer), answer
-                if answer.refusal is not None:
-                    raise answer.refusal
+                if answer.failure is not None:
+                    raise answer.failure.to_error()
         finally:
             self._lock.release()
         for rank, process in enumerate(self._processes, 1):
@@ -104,7 +112,7 @@ class Members:
             watch.start()
 
     @contextlib.contextmanager
-    def telling(self, word: object, fds: tuple[int, ...] = ()) -> Iterator[list[Any]]:
+    def telling(self, word: object, fds: tuple[int, ...] = ()) -> Iterator[list[Said]]:
         """Within, all other ranks do something; behind it, they have, and the list has what they
         say. Raises RankLost.
 
@@ -112,8 +120,8 @@ class Members:
         """
         with self._lock:
             for talk in self._talks:
-                talk.say(word, fds)
-            said: list[Any] = []
+                talk.say(word, fds, self.why_lost)
+            said: list[Said] = []
             try:
                 yield said
             except BaseException:
@@ -122,10 +130,10 @@ class Members:
                 raise
             said += self._answers()
 
-    def _answers(self) -> Iterator[Any]:
+    def _answers(self) -> Iterator[Said]:
         for talk in self._talks:
-            answer, _ = talk.hear(self._patience_s)
-            assert isinstance(answer, Answer) and answer.refusal is None, answer
+            answer, _ = talk.hear(self._patience_s, self.why_lost)
+            assert isinstance(answer, Answer) and answer.failure is None, answer
             yield answer.said
 
     def _watch(self, rank: int, process: Child) -> None:
@@ -134,16 +142,24 @@ class Members:
         if self._is_closing:
             return
         logger.critical("rank is over, and the instance with it rank=%d exit_code=%d", rank, code)
+        if code != EXIT_ANOTHER_LOST:
+            self._end = self._end or fault_of_exit(code)
+            self._is_over.set()
         self.meeting.lose()
         self._on_death(rank, code)
 
-    @staticmethod
-    def _die_too(rank: int, code: int) -> None:
+    def why_lost(self) -> Fault:
+        """Whose doing it is that a rank is lost: the machine's, unless it has ended by itself."""
+        self._is_over.wait(_END_S)
+        return self._end or Fault.MACHINE
+
+    def _die_too(self, rank: int, code: int) -> None:
         """End this process as the rank has ended, so that whoever watches blames the right one."""
-        if code in _OUTSIDE:
+        fault = self.why_lost()
+        if fault is Fault.UNKNOWN:
             os.kill(os.getpid(), signal.SIGKILL)
-        if code == RemapFailed.EXIT_CODE:
-            os._exit(code)
+        if fault is Fault.MACHINE:
+            os._exit(code if fault_of_exit(code) is fault else EXIT_MACHINE_FAILED)
         time.sleep(_LAST_WORDS_S)
         os._exit(1)
 

@@ -13,7 +13,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import CpuBackend, huge_pages_of, weights_in
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.memory.instance_memory import InstanceMemory
-from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim
+from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim, Said
 from kunserve.engine.ranks.meeting import Meeting
 from kunserve.engine.ranks.memory import RankPages
 from kunserve.engine.ranks.nodes import stay_on
@@ -53,6 +53,9 @@ class PartDecoder(Protocol):
 class Rank(ABC):
     """What ranks on all devices do alike."""
 
+    more_words: tuple[type[Any], ...] = ()
+    """Which it is told beside ``control.WORDS``."""
+
     def __init__(self, order: Join, meeting_fd: int) -> None:
         torch.set_num_threads(1)
         self._spec: ModelSpec = order.spec
@@ -64,7 +67,7 @@ class Rank(ABC):
         """What computes. It is there before the first command."""
 
     @abstractmethod
-    def obey(self, word: object, fds: list[int]) -> Any:
+    def obey(self, word: object, fds: list[int]) -> Said:
         """Change memory; what rank 0 is told. ``compute`` may wait in the middle of a step."""
 
     def enter(self) -> None:  # noqa: B027 - most have nothing to do

@@ -1,6 +1,8 @@
 """Packed tensors over the weights range, and filling them from a checkpoint."""
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,7 +20,10 @@ from kunserve.engine.weights.pieces import EXPERT_PARTS, Piece, rows_of
 from kunserve.engine.weights.readers import Reader
 from kunserve.model.packed import PAIRED, PackedField
 from kunserve.model.spec import ModelSpec
+from kunserve.transport.bulk.movable_memory import WriteGate
 
+_AT_ONCE_BYTES = 8 << 20
+"""What passes a gate as one: a few milliseconds of a copy."""
 _STAYS_PLAIN = "router"
 """It is small, and one kind of attention computes with it in torch."""
 
@@ -86,7 +91,7 @@ class WeightLoader:
         weights: ModelWeights,
         put: Put | None = None,
     ) -> None:
-        """With ``put`` the weights are not in host memory: they get there a tensor at a time."""
+        """With ``put`` the weights are not in host memory: they get there from it."""
         self._reader = reader
         self._layout = layout
         self._spec = spec
@@ -103,45 +108,78 @@ class WeightLoader:
 
     def load_ends(self) -> None:
         """Read what lies outside the layers: embedding, final norm, head."""
-        self._load(None, 0, self._layout.ends, self._weights)
+        self._load(None, 0, self._layout.ends, self._weights, None)
 
-    def load_layers(self, layers: LayerRange) -> None:
-        """Read these layers, whose memory must be mapped."""
+    def load_layers(self, layers: LayerRange, gate: WriteGate | None = None) -> None:
+        """Read these layers, whose memory must be mapped.
+
+        With a ``gate`` a tensor is read beside them first, and whatever writes there passes the
+        gate: so their memory may become other memory while a disk hangs.
+        """
         for layer in range(*layers):
             offset = self._layout.layer_offset(layer)
-            self._load(layer, offset, self._layout.layer(layer), self._weights.layers[layer])
+            section, held = self._layout.layer(layer), self._weights.layers[layer]
+            self._load(layer, offset, section, held, gate)
 
     def _load(
-        self, layer: int | None, offset: int, section: Section, held: ModelWeights | LayerWeights
+        self,
+        layer: int | None,
+        offset: int,
+        section: Section,
+        held: ModelWeights | LayerWeights,
+        gate: WriteGate | None,
     ) -> None:
         for field, slot in section.slots.items():
             there = getattr(held, field)
             if slot.packed is not None:
-                self._load_packed(layer, slot.packed, slot.shape[0], there)
+                assert self._put is None, "only host memory has packed weights"
+                packed = self._read_packed(layer, slot.packed, slot.shape[0])
+                self._write(offset + slot.offset, packed, there.data, gate)
                 continue
             matrix = there if isinstance(there, PanelMatrix) else None
             if matrix is not None:
                 assert self._put is None, "only host memory has panels"
                 there = matrix.data
-            is_direct = self._put is None or self._reader.fills_devices
+            is_direct = gate is None and (self._put is None or self._reader.fills_devices)
             tensor = there if is_direct else torch.empty_like(there, device="cpu")
             for name, first, end in rows_of(field, slot.shape[0], self._spec):
                 self._reader.read(Piece(layer, name), tensor[first:end])
             if matrix is not None:
-                matrix.put_into_panels()
-            if self._put is not None and not is_direct:
-                self._put(offset + slot.offset, tensor.view(-1).view(torch.uint8).numpy())
+                replace(matrix, data=tensor).put_into_panels()
+            if not is_direct:
+                self._write(offset + slot.offset, tensor, there, gate)
             elif tensor.is_cuda:
                 # Whoever is told that a layer is loaded may copy it by another stream.
                 torch.cuda.current_stream(tensor.device).synchronize()
 
-    def _load_packed(
-        self, layer: int | None, field: PackedField, num_rows: int, there: PackedMatrix
+    def _write(
+        self, offset: int, tensor: torch.Tensor, there: torch.Tensor, gate: WriteGate | None
     ) -> None:
+        """Copy a tensor from beside the weights range to ``there``, which is at ``offset``."""
+        staged = _bytes_of(tensor)
+        put = self._put
+        if put is None:
+            host = _bytes_of(there)
+
+            def put(first: int, some: npt.NDArray[np.uint8]) -> None:
+                host[first - offset : first - offset + some.nbytes] = some
+
+        if gate is None:
+            put(offset, staged)
+            return
+        for first in range(0, staged.nbytes, _AT_ONCE_BYTES):
+            some = staged[first : first + _AT_ONCE_BYTES]
+            gate(some.nbytes, functools.partial(put, offset + first, some))
+
+    def _read_packed(self, layer: int | None, field: PackedField, num_rows: int) -> torch.Tensor:
         """The same bytes each time, so that what peers send and what files hold are alike."""
-        assert self._put is None, "only host memory has packed weights"
         pieces = [
             self._reader.read_stored(Piece(layer, name))
             for name, _, _ in rows_of(field.name, num_rows, self._spec)
         ]
-        there.data.copy_(torch.from_numpy(pack(field, pieces)))
+        return torch.from_numpy(pack(field, pieces))
+
+
+def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    found: npt.NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
+    return found

@@ -39,7 +39,7 @@ class BulkGiver:
         """Pause between chunks while this, called from the thread, is true."""
         self._activations_pending = activations_pending
 
-    def take(self, route: bytes, chunk: Chunk) -> None:
+    def enqueue(self, route: bytes, chunk: Chunk) -> None:
         """A peer asks for a chunk."""
         self._backlog.append((route, chunk))
 

@@ -136,6 +136,10 @@ class Places(Protocol):
         ...
 
 
+WriteGate: TypeAlias = Callable[[int, Callable[[], None]], None]
+"""Carries out what writes so many bytes; or raises, because they may not be written any more."""
+
+
 class UnitMemory(Protocol):
     """KV units. Everything is done on return."""
 

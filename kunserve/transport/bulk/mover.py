@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from kunserve.core.faults import MachineFailed
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull, LayerPull
@@ -149,7 +150,7 @@ class BulkMover:
             self._near = set(known if near is None else near)
             for peer, address in self._addresses.items():
                 if known.get(peer) != address:
-                    self._sink.lose(peer, time.monotonic())
+                    self._sink.lose(peer)
                     self._to_loop.set()
             self._addresses = known
         self._to_thread.set()
@@ -185,24 +186,29 @@ class BulkMover:
 
     # Taking
 
+    @property
+    def num_bytes_taken(self) -> int:
+        """Bulk bytes that have been put in place so far."""
+        return self._sink.num_bytes
+
     def pull_kv(self, piece: KvPull, entries: Int32Array) -> None:
         """Fill blocks ``entries`` (one per block of the piece) over ``piece.layers``."""
         with self._lock:
             self._source.saw_transition(piece.transition_id)
-            self._sink.pull_kv(piece, entries, time.monotonic())
+            self._sink.pull_kv(piece, entries)
         self._to_thread.set()
 
     def pull_layers(self, layers: LayerRange, src: InstanceId) -> None:
         """Fill the mapped weights of ``layers`` from a peer that holds them."""
         with self._lock:
-            self._sink.pull_layers(LayerPull(layers, src), time.monotonic())
+            self._sink.pull_layers(LayerPull(layers, src))
         self._to_thread.set()
 
     def completed(self) -> list[Pulled]:
-        """Pulls that ended since the last call. Raises if the thread has died."""
+        """Pulls that ended since the last call. Raises MachineFailed if the thread has died."""
         self._to_loop.clear()
         if self._failure is not None:
-            raise RuntimeError("the bulk mover died") from self._failure
+            raise MachineFailed("the bulk mover died") from self._failure
         with self._lock:
             return self._sink.drain()
 
@@ -210,6 +216,11 @@ class BulkMover:
         """Once this returns, nothing is written for the request, nor will its end be told."""
         with self._lock:
             self._sink.cancel(request_id)
+
+    def cancel_layers(self) -> None:
+        """Once this returns, no weights are written, nor will the end of their pulls be told."""
+        with self._lock:
+            self._sink.cancel(None)
 
     def reset(self) -> None:
         """Forget every export and every pull (the instance forms a group anew)."""
@@ -302,7 +313,7 @@ class BulkMover:
             if chunk is None:
                 self.rejections.note()
             else:
-                self._giver.take(route.bytes, chunk)
+                self._giver.enqueue(route.bytes, chunk)
 
     def _is_known(self, route: zmq.Frame) -> bool:
         """Whether a peer asks; one that is gone gets nothing, though it is still connected."""
@@ -318,7 +329,7 @@ class BulkMover:
                 if reply is None:
                     self.rejections.note()
                     with self._lock:
-                        self._sink.lose(src, time.monotonic())
+                        self._sink.lose(src)
                     continue
                 if reply.located is not None:
                     self._copy(src, reply.ticket, reply.located)
@@ -359,7 +370,7 @@ class BulkMover:
                 self._links[src][1].send(bulk_wire.encode(chunk), zmq.NOBLOCK)
                 continue
             with self._lock:
-                self._sink.lose(src, time.monotonic())
+                self._sink.lose(src)
                 self._tell_loop()
 
     def _may_read(self, src: InstanceId) -> bool:

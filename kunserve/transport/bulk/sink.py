@@ -36,9 +36,6 @@ class Pulled:
     what: KvPull | LayerPull
     refusal: str | None
     """Why nothing came, or not all of it; None when all is in place."""
-    num_bytes: int
-    seconds: float
-    """Since it was asked for."""
 
     @property
     def ok(self) -> bool:
@@ -117,10 +114,8 @@ class _LayersTarget:
 class _Pull:
     what: KvPull | LayerPull
     target: _Target
-    asked_s: float
     next_item: int = 0
     num_placed: int = 0
-    num_bytes: int = 0
     again: list[tuple[int, int]] = field(default_factory=list)
     """Item ranges to ask for once more."""
     not_before_s: float = 0.0
@@ -165,6 +160,8 @@ class BulkSink:
         self._in_flight: dict[int, _InFlight] = {}
         self._next_ticket = 0
         self._done: list[Pulled] = []
+        self.num_bytes = 0
+        """Put in place so far."""
 
     @property
     def num_pulls(self) -> int:
@@ -176,13 +173,13 @@ class BulkSink:
         """Whether ``drain`` has something."""
         return bool(self._done)
 
-    def pull_kv(self, piece: KvPull, entries: Int32Array, now_s: float) -> None:
+    def pull_kv(self, piece: KvPull, entries: Int32Array) -> None:
         """Ask for a run of blocks, after everything asked for before."""
-        self._pulls.append(_Pull(piece, _KvTarget(self._memory, piece, entries), now_s))
+        self._pulls.append(_Pull(piece, _KvTarget(self._memory, piece, entries)))
 
-    def pull_layers(self, what: LayerPull, now_s: float) -> None:
+    def pull_layers(self, what: LayerPull) -> None:
         """Ask for weights, after everything asked for before."""
-        self._pulls.append(_Pull(what, _LayersTarget(self._memory, what.layers), now_s))
+        self._pulls.append(_Pull(what, _LayersTarget(self._memory, what.layers)))
 
     def next_ask(self, now_s: float) -> Ask | None:
         """The next chunk to request, and of whom; it counts as in flight from now on."""
@@ -220,7 +217,7 @@ class BulkSink:
         match answer:
             case Answer.DATA:
                 if data is None or not pull.target.write(entry.first, entry.num, data):
-                    self._end(pull, "the source sent a chunk of another size", now_s)
+                    self._end(pull, "the source sent a chunk of another size")
                     return
                 if isinstance(data, Mapped | InFile) and not data.holds():
                     # Void bytes do no harm: nobody reads there before the pull has ended.
@@ -228,20 +225,20 @@ class BulkSink:
                     return
                 pull.unknown_since_s = None
                 pull.num_placed += entry.num
-                pull.num_bytes += data.nbytes
+                self.num_bytes += data.nbytes
                 if pull.num_placed == pull.target.num_items:
-                    self._end(pull, None, now_s)
+                    self._end(pull, None)
             case Answer.REFUSED:
-                self._end(pull, "the source has withdrawn it", now_s)
+                self._end(pull, "the source has withdrawn it")
             case Answer.LOCATED:
-                self._end(pull, "the source did not say where it lies", now_s)
+                self._end(pull, "the source did not say where it lies")
             case Answer.NOT_YET:
                 pull.again.append((entry.first, entry.first + entry.num))
                 pull.not_before_s = now_s + RETRY_S
                 if pull.unknown_since_s is None:
                     pull.unknown_since_s = now_s
                 elif now_s - pull.unknown_since_s > self._pacing.unknown_grace_s:
-                    self._end(pull, "the source never heard of it", now_s)
+                    self._end(pull, "the source never heard of it")
 
     def ask_again(self, ticket: int) -> None:
         """What the source answered was of no use: its chunk is to be asked for once more."""
@@ -254,22 +251,17 @@ class BulkSink:
         limit_s = self._pacing.chunk_timeout_s
         late = self._in_flight.values()
         for src in {e.pull.what.src for e in late if now_s - e.sent_s > limit_s}:
-            self._end_all(src, f"the source was silent for {limit_s:g} s", now_s)
+            self._end_all(src, f"the source was silent for {limit_s:g} s")
 
-    def lose(self, src: InstanceId, now_s: float) -> None:
+    def lose(self, src: InstanceId) -> None:
         """End every pull from a peer that is gone."""
-        self._end_all(src, "the source is gone", now_s)
+        self._end_all(src, "the source is gone")
 
-    def cancel(self, request_id: RequestId) -> int:
-        """Forget the pulls of a request without a word; how many there were."""
-        doomed = [
-            pull
-            for pull in self._pulls
-            if not isinstance(pull.what, LayerPull) and pull.what.request_id == request_id
-        ]
-        for pull in doomed:
+    def cancel(self, request_id: RequestId | None) -> None:
+        """Forget the pulls of a request, or of weights, without a word, ended ones included."""
+        for pull in [one for one in self._pulls if _request_of(one.what) == request_id]:
             self._remove(pull)
-        return len(doomed)
+        self._done = [done for done in self._done if _request_of(done.what) != request_id]
 
     def clear(self) -> None:
         """Forget every pull without a word, ended ones included."""
@@ -321,15 +313,19 @@ class BulkSink:
         limit_s = self._pacing.stall_s
         return {e.pull.what.src for e in self._in_flight.values() if now_s - e.sent_s >= limit_s}
 
-    def _end_all(self, src: InstanceId, refusal: str, now_s: float) -> None:
+    def _end_all(self, src: InstanceId, refusal: str) -> None:
         for pull in [p for p in self._pulls if p.what.src == src]:
-            self._end(pull, refusal, now_s)
+            self._end(pull, refusal)
 
-    def _end(self, pull: _Pull, refusal: str | None, now_s: float) -> None:
+    def _end(self, pull: _Pull, refusal: str | None) -> None:
         self._remove(pull)
-        seconds = now_s - pull.asked_s
-        self._done.append(Pulled(pull.what, refusal, pull.num_bytes, seconds))
+        self._done.append(Pulled(pull.what, refusal))
 
     def _remove(self, pull: _Pull) -> None:
         self._pulls = deque(p for p in self._pulls if p is not pull)
         self._in_flight = {t: e for t, e in self._in_flight.items() if e.pull is not pull}
+
+
+def _request_of(what: KvPull | LayerPull) -> RequestId | None:
+    """Whose KV it is; None of weights."""
+    return None if isinstance(what, LayerPull) else what.request_id

@@ -22,7 +22,7 @@ from kunserve.transport.wire import codec, identity
 from kunserve.transport.wire.doorkeeper import Doorkeeper, KeyRing, key_of
 from kunserve.transport.wire.identity import Identity
 from kunserve.transport.wire.link_watch import LinkWatch
-from kunserve.transport.wire.network import Network
+from kunserve.transport.wire.network import LINK_TIMEOUT_S, Network
 from kunserve.transport.wire.numbering import STAMP_BYTES, Incoming, Outgoing, read_stamp
 from kunserve.transport.wire.sockets import (
     AT_ONCE,
@@ -118,6 +118,10 @@ class PeerLinks:
         self._outgoing = Outgoing()
         self._incoming = Incoming()
         self._faults: list[LinkFault] = []
+        self._contact_s: dict[InstanceId, float] = {}
+        """How long first contact may take, of peers that have never been reached."""
+        self._late: list[InstanceId] = []
+        """Reached for the first time after all, and not told yet."""
         self._next_look_s = 0.0
         """At the monitors of links: a look asks a socket for each peer, and turns are many."""
         self._counts_due: dict[InstanceId, int] = {}
@@ -140,9 +144,15 @@ class PeerLinks:
         return None if self._rings is None else self._rings.bell.fileno()
 
     def connect(
-        self, addresses: Mapping[InstanceId, str], keys: Mapping[InstanceId, str] | None = None
+        self,
+        addresses: Mapping[InstanceId, str],
+        keys: Mapping[InstanceId, str] | None = None,
+        slow_s: Mapping[InstanceId, float] | None = None,
     ) -> None:
-        """Know these peers and no others; a changed address or key is a new process."""
+        """Know these peers and no others; a changed address or key is a new process.
+
+        ``slow_s``: what first contact with a peer may take beside the handshake.
+        """
         keys = keys or {}
         if self._rings is not None:
             self._rings.drain_all(self._take_beside)  # the link may go on, and its ring not
@@ -151,12 +161,16 @@ class PeerLinks:
         for peer, link in tuple(self._links.items()):
             if (addresses.get(peer), keys.get(peer, "")) != (link.address, link.key):
                 self._close(peer)
+                self._contact_s.pop(peer, None)
                 self._outgoing.begin_anew(peer)
                 if self._rings is not None:
                     self._rings.lose(peer)
                 self._counts_due.pop(peer, None)
         for peer, address in addresses.items():
             if peer != self._me.instance_id and peer not in self._links:
+                if self._network is not None:
+                    usual_s = self._network.link_timeout_s
+                    self._contact_s[peer] = usual_s + (slow_s or {}).get(peer, 0.0)
                 self._open(peer, address, keys.get(peer, ""))
 
     def _open(self, peer: InstanceId, address: str, key: str) -> None:
@@ -185,8 +199,23 @@ class PeerLinks:
         """Those of the peers to whom no connection stands now. None without a network."""
         if self._network is None:
             return []
-        self._watch.look(time.monotonic())
+        self._look(time.monotonic())
         return [p for p in peers if p != self._me.instance_id and not self._watch.is_up(p)]
+
+    def _look(self, now_s: float) -> None:
+        for peer, was_told in self._watch.look(now_s):
+            if self._contact_s.pop(peer, None) is not None and was_told:
+                self._late.append(peer)
+
+    def patience_s(self, peers: Iterable[InstanceId]) -> float:
+        """How long to wait for connections to these that do not stand."""
+        usual_s = LINK_TIMEOUT_S if self._network is None else self._network.link_timeout_s
+        return max((self._contact_s.get(peer, usual_s) for peer in peers), default=usual_s)
+
+    def late_contacts(self) -> list[InstanceId]:
+        """Since the last call: who is reached for the first time, after it was told as down."""
+        late, self._late = self._late, []
+        return late
 
     def tell_counts(self) -> None:
         """Let peers see whether the last message has come. Called about ten times a second."""
@@ -204,16 +233,21 @@ class PeerLinks:
         """Faults since the last call. Of such a link nothing is read until its sender begins anew.
 
         A fault shows when the next message comes, or the sender's count. On a network a link that
-        does not stand for a while is one too: it is told once, until it stands again.
+        does not stand for a while is one too: it is told once, until it stands again. One that
+        never stood may take longer.
         """
         faults, self._faults = self._faults, []
         if self._network is not None:
             now_s, patience_s = time.monotonic(), self._network.link_timeout_s / 2
             if now_s >= self._next_look_s:
                 self._next_look_s = now_s + patience_s / LOOKS_PER_PATIENCE
-                self._watch.look(now_s)
-                for peer in self._watch.down(patience_s, now_s):
-                    reason = f"no connection for {patience_s:g} s"
+                self._look(now_s)
+
+                def limit_s(peer: InstanceId) -> float:
+                    return self._contact_s.get(peer, patience_s)
+
+                for peer in self._watch.down(limit_s, now_s):
+                    reason = f"no connection for {limit_s(peer):g} s"
                     faults.append(LinkFault(peer, reason, is_down=True))
         return faults
 

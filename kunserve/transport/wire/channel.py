@@ -13,19 +13,21 @@ import asyncio
 import logging
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import zmq
 
+from kunserve.core.faults import MachineFailed
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive, Message, Report
 from kunserve.core.snapshots import StageTime
-from kunserve.transport.wire import codec, identity
+from kunserve.transport.wire import codec, identity, sockets
 from kunserve.transport.wire.doorkeeper import Doorkeeper, KeyRing, key_of
 from kunserve.transport.wire.heartbeat import FrontCall, Heartbeat
 from kunserve.transport.wire.identity import Identity
-from kunserve.transport.wire.network import Keys, Network
+from kunserve.transport.wire.network import FrontPlace, Keys, Network
 from kunserve.transport.wire.pulse import GIVEN_UP, Answer, Pulse
 from kunserve.transport.wire.sockets import (
     AT_ONCE,
@@ -275,7 +277,7 @@ class InstanceChannel:
 
     def __init__(
         self,
-        address: str | Callable[[], str],
+        address: str | Callable[[], FrontPlace],
         instance_id: InstanceId,
         network: Network | None = None,
     ) -> None:
@@ -288,9 +290,13 @@ class InstanceChannel:
         if network is not None:
             timeout_s = SILENT_FRONT_TIMEOUTS * network.link_timeout_s
             self._guard = Guard(network.keys, timeout_s, network.front_public_key)
-        self._call = FrontCall(address, identity.pack(self._me), self._guard)
+        self._most_unsent = sockets.MAX_QUEUED // 2
+        route = identity.pack(self._me)
+        self._call = FrontCall(address, route, self._guard, self._most_unsent)
         self._socket = self._call.socket
         self._heartbeat: Heartbeat | None = None
+        self._unsent: deque[bytes | bytearray] = deque()
+        """What the socket has no room for."""
         self._num_sent = 0
         self._num_received = 0
 
@@ -303,18 +309,36 @@ class InstanceChannel:
         """Queue a message to the front.
 
         A front that is stopped for hours reads nothing. Then a report is dropped, because the next
-        one says what it said. Raises ``zmq.Again`` for any other message.
+        one says what it said. Raises MachineFailed for any other message when that much waits that
+        whoever heeds ``is_behind`` never has.
         """
-        self._call.follow()
+        self._send_unsent()
         data = codec.encode(message)
+        if (not self._unsent and self._has_sent(data)) or isinstance(message, Report | StageTime):
+            return
+        if len(self._unsent) >= self._most_unsent:
+            raise MachineFailed("the front has read nothing for very long")
+        self._unsent.append(data)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether half of what may wait for the front does: nothing more should be computed."""
+        return bool(self._unsent)
+
+    def _send_unsent(self) -> None:
+        if self._call.follow():
+            self._unsent.clear()  # as what the socket had
+        while self._unsent and self._has_sent(self._unsent[0]):
+            self._unsent.popleft()
+
+    def _has_sent(self, data: bytes | bytearray) -> bool:
         try:
             self._socket.send(_NUMBER.pack(self._num_sent), AT_ONCE_AND_MORE)
         except zmq.Again:
-            if not isinstance(message, Report | StageTime):
-                raise
-            return
+            return False
         self._socket.send(data, AT_ONCE)
         self._num_sent += 1
+        return True
 
     def receive(self) -> list[Message]:
         """Everything that has arrived, in order.
@@ -322,7 +346,7 @@ class InstanceChannel:
         Raises MalformedMessage on nonsense, LostMessages when something is missing.
         """
         messages: list[Message] = []
-        self._call.follow()
+        self._send_unsent()
         while has_arrived(self._socket):
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
             if frames == [_PROBE]:

@@ -9,6 +9,7 @@ import zmq
 
 from kunserve.core.messages import Alive
 from kunserve.transport.wire import codec
+from kunserve.transport.wire.network import FrontPlace
 from kunserve.transport.wire.pulse import Pulse
 from kunserve.transport.wire.sockets import Guard, call, connect_dealer
 
@@ -19,19 +20,31 @@ FOLLOW_S = 0.25
 class FrontCall:
     """A socket to the front, wherever that is. Belongs to one thread."""
 
-    def __init__(self, address: str | Callable[[], str], route: bytes, guard: Guard | None) -> None:
-        self.where: Callable[[], str] = address if callable(address) else lambda: address
-        self._address = self.where()
-        self.socket = connect_dealer(self._address, route, guard=guard)
+    def __init__(
+        self,
+        address: str | Callable[[], FrontPlace],
+        route: bytes,
+        guard: Guard | None,
+        most_unsent: int | None = None,
+    ) -> None:
+        """``most_unsent``: see ``connect_dealer``."""
+        self.where: Callable[[], FrontPlace]
+        self.where = address if callable(address) else lambda: FrontPlace(address)
+        self._place = self.where()
+        self.socket = connect_dealer(
+            self._place.address, route, guard=guard, most_unsent=most_unsent
+        )
 
     def follow(self) -> bool:
         """If the front is somewhere else now, call there. What was not sent is not sent there."""
-        address = self.where()
-        if address == self._address:
+        place = self.where()
+        if place == self._place:
             return False
-        self.socket.disconnect(self._address)
-        call(self.socket, address)
-        self._address = address
+        self.socket.disconnect(self._place.address)
+        if place.public_key is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, place.public_key.encode())
+        call(self.socket, place.address)
+        self._place = place
         return True
 
 
@@ -40,7 +53,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        address: str | Callable[[], str],
+        address: str | Callable[[], FrontPlace],
         route: bytes,
         say: Callable[[], Alive],
         period_s: float,

@@ -5,7 +5,7 @@ only what a later message shows. ZeroMQ's own pulses find it, and its monitor sa
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import zmq
 
@@ -47,8 +47,9 @@ class LinkWatch:
         self._down_since_s.pop(peer, None)
         self._told.discard(peer)
 
-    def look(self, now_s: float) -> None:
-        """Read what has happened."""
+    def look(self, now_s: float) -> list[tuple[InstanceId, bool]]:
+        """Read what has happened: whose links have come to stand, and if ``down`` had told them."""
+        risen = []
         for peer, monitor in self._monitors.items():
             while True:
                 try:
@@ -56,18 +57,21 @@ class LinkWatch:
                 except zmq.Again:
                     break
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    risen.append((peer, peer in self._told))
                     self._down_since_s.pop(peer, None)
                     self._told.discard(peer)
                 else:
                     self._down_since_s.setdefault(peer, now_s)
+        return risen
 
     def is_up(self, peer: InstanceId) -> bool:
         """Whether the link stands, as of the last look."""
         return peer in self._monitors and peer not in self._down_since_s
 
-    def down(self, patience_s: float, now_s: float) -> Iterable[InstanceId]:
+    def down(self, patience_s: Callable[[InstanceId], float], now_s: float) -> Iterable[InstanceId]:
         """Peers whose links are down for longer; each is told once, until its link stands again."""
-        late = {p for p, since_s in self._down_since_s.items() if now_s - since_s > patience_s}
+        since = self._down_since_s.items()
+        late = {peer for peer, since_s in since if now_s - since_s > patience_s(peer)}
         fresh = sorted(late - self._told)
         self._told |= late
         return fresh

@@ -18,6 +18,17 @@ class Keys(NamedTuple):
     secret: str
 
 
+@dataclass(frozen=True, slots=True)
+class FrontPlace:
+    """Where a front is called, and who answers there. An instance's process reads it on its
+    standard input when its front is another one.
+    """
+
+    address: str
+    public_key: str | None = None
+    """None: as that of the one before, or no keys are used."""
+
+
 def new_keys() -> Keys:
     """A pair that nobody else has."""
     public, secret = zmq.curve_keypair()
@@ -29,7 +40,7 @@ class Network:
     """One process's place in the network. Without one, all sockets are files of this machine.
 
     Keys are CurveZMQ's, as 40 characters of Z85. They are made for one process and reach it with
-    its order; public ones travel with the addresses they belong to.
+    its order, or are made beside it; public ones travel with the addresses they belong to.
     """
 
     host: str

@@ -137,9 +137,15 @@ def connect_dealer(
     context: Context | None = None,
     tos: int | None = None,
     guard: Guard | None = None,
+    most_unsent: int | None = None,
 ) -> Socket:
-    """A socket that speaks to one; connecting goes on in the background until it succeeds."""
+    """A socket that speaks to one; connecting goes on in the background until it succeeds.
+
+    It takes so many messages (``MAX_QUEUED``) that the other end has not.
+    """
     socket = dealer(identity, context=context, tos=tos, guard=guard)
+    if most_unsent is not None:
+        socket.setsockopt(zmq.SNDHWM, most_unsent)
     call(socket, address)
     return socket
 

@@ -5,11 +5,11 @@ instance compiles it again by itself. Both call ``compile_form``, so they agree.
 """
 
 import json
-from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from kunserve.core.request import StructuredOutput
+from kunserve.engine.sampling.structured.schema import prepare_schema
 
 WHITESPACE = r"(\r?\n)?[ \t]{0,20}"
 """Between the parts of a JSON text. Without an end a small model may write spaces for ever."""
@@ -17,12 +17,6 @@ WHITESPACE = r"(\r?\n)?[ \t]{0,20}"
 _EMPTY = "no output can have this form"
 _PLAIN = {"NoExtension": _EMPTY, "NoExtensionBias": _EMPTY}
 """What the library says in words that only it knows."""
-
-_FORMATS = frozenset(
-    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
-)
-_VALUES = ("const", "default", "enum", "examples")
-"""Keywords of a schema whose values are no schemas."""
 
 
 class FormError(Exception):
@@ -81,28 +75,13 @@ def _grammar_of(form: StructuredOutput) -> str:
             return grammar_from("grammar", form.text)
 
 
-def _json_grammar(schema: str) -> str:
+def _json_grammar(text: str) -> str:
+    schema = json.loads(text)
+    prepare_schema(schema)
     # ``oneOf`` of parts that overlap becomes ``anyOf``; without that it would be refused.
     return LLMatcher.grammar_from_json_schema(
-        _with_known_formats(json.loads(schema)),
-        defaults={"whitespace_pattern": WHITESPACE, "coerce_one_of": True},
+        schema, defaults={"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
     )
-
-
-def _with_known_formats(value: Any) -> Any:
-    """A schema without the formats that the library would refuse.
-
-    JSON Schema has every format for a note, so what is not known holds nothing.
-    """
-    if isinstance(value, list):
-        return [_with_known_formats(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: one if key in _VALUES else _with_known_formats(one)
-        for key, one in value.items()
-        if key != "format" or not isinstance(one, str) or one in _FORMATS
-    }
 
 
 def _choices(form: StructuredOutput) -> list[str]:

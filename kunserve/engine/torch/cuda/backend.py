@@ -1,7 +1,6 @@
 """Device memory and torch: a GPU, or a stand-in for its driver with torch on the CPU."""
 
 import functools
-import importlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -172,7 +171,7 @@ class CudaBackend(OneMemory):
         ops: Ops = ReferenceOps(spec)
         if self.device.type == "cuda":
             # Triton comes with torch for CUDA, and is not there without it.
-            ops = importlib.import_module("kunserve.engine.torch.ops.triton_ops").TritonOps(spec)
+            ops = find_extra("attention", "triton", "--device cuda").TritonOps(spec)
         if config.attention == "flashinfer":
             ops = self._flashinfer().FlashInferOps(spec, ops, self.device)
         return ops

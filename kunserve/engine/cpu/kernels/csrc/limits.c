@@ -1,4 +1,4 @@
-/* What this machine can do at most. `python -m benchmarks.kernels` holds the kernels against it. */
+/* What this machine can do at most. `python -m benchmarks.compute.kernels` holds the kernels against it. */
 #include "pool.h"
 #include "vec.h"
 

@@ -1,1 +1,0 @@
-"""Kernels in Triton, and nothing else: the only room that imports it."""
