@@ -9,6 +9,7 @@ import click
 import click.shell_completion
 
 import kunserve
+from kunserve.core.code import code_of
 
 CommandRow: TypeAlias = tuple[str, str, str]
 _OWN: dict[str, CommandRow] = {
@@ -46,7 +47,7 @@ def _named(error: ModuleNotFoundError, command: str | None) -> Exception:
         return error
     return click.ClickException(
         f"kunserve {command} needs the package {missing}: "
-        f"pip install '.[{_EXTRAS[missing]}]' in KunServe's folder"
+        f"pip install 'kunserve[{_EXTRAS[missing]}]'"
     )
 
 
@@ -100,8 +101,21 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, _, text) in _COMMANDS.items()])
 
 
+def _tell_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        click.echo(f"kunserve {kunserve.__version__} (code {code_of()})")
+        ctx.exit()
+
+
 @click.command(cls=_LazyGroup)
-@click.version_option(kunserve.__version__, prog_name="kunserve")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_tell_version,
+    help="Show the version and exit.",
+)
 def main() -> None:
     """Serve one large language model from several instances.
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import kunserve
+from kunserve.core.code import code_of
 from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, ModelConfig, ServerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.engine.cpu.kernels.build import find_or_build
@@ -46,7 +47,7 @@ class Finding:
 
 
 def _versions() -> Iterator[Finding]:
-    text = f"kunserve {kunserve.__version__}, Python {platform.python_version()}"
+    text = f"kunserve {kunserve.__version__} (code {code_of()}), Python {platform.python_version()}"
     yield Finding("ok", "versions", f"{text}, torch {torch.__version__}, {platform.platform()}")
     if not sys.platform.startswith("linux"):
         yield Finding("STOP", "system", f"{sys.platform}: memory can be remapped on Linux only")
@@ -67,10 +68,10 @@ def _processor() -> Iterator[Finding]:
 
 def _nodes() -> Iterator[Finding]:
     nodes = numa_nodes()
-    text = "one node of memory, so ranks (--tensor-parallel-size) run wherever there is a core"
+    text = "one node of memory, so instances run wherever there is a core"
     if len(nodes) > 1:
         sizes = " and ".join(str(len(node)) for node in nodes)
-        text = f"{len(nodes)} nodes of memory with {sizes} cores: ranks are spread over them"
+        text = f"{len(nodes)} nodes of memory with {sizes} cores, for instances and ranks in turn"
     yield Finding("ok", "nodes", text)
 
 

@@ -18,7 +18,14 @@ ANSWER_S = 30.0
 
 @click.command("scale")
 @click.argument("num_instances", type=click.IntRange(min=1))
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Of the server.")
+@click.option(
+    "--base-url",
+    "--url",
+    "url",
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    help="Of the server.",
+)
 @click.option(
     "--api-key", envvar="KUNSERVE_API_KEY", help="The server's key [KUNSERVE_API_KEY, or none]."
 )
@@ -77,7 +84,9 @@ class _Server:
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The server's answer to a GET, or to a POST with this body. Raises ClickException."""
         if not self._url.startswith(("http://", "https://")):
-            raise click.ClickException(f"--url must begin with http:// or https://: {self._url}")
+            raise click.ClickException(
+                f"--base-url must begin with http:// or https://: {self._url}"
+            )
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
         try:

@@ -1,16 +1,18 @@
 """How a model's rotary embedding reaches further than it was trained for."""
 
 import math
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+from msgspec import Struct
 
 
-class LinearRope(NamedTuple):
+class LinearRope(Struct, frozen=True, tag=True):
     """Every position divided by ``factor``."""
 
     factor: float
 
 
-class Llama3Rope(NamedTuple):
+class Llama3Rope(Struct, frozen=True, tag=True):
     """Llama 3's: slow pairs are slowed down by ``factor``, quick ones are left alone."""
 
     factor: float
@@ -19,7 +21,7 @@ class Llama3Rope(NamedTuple):
     original_max_position: int
 
 
-class YarnRope(NamedTuple):
+class YarnRope(Struct, frozen=True, tag=True):
     """YaRN's (Peng et al., 2023): as Llama 3's, along a ramp over the pairs, and amplified."""
 
     factor: float

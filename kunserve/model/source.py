@@ -1,5 +1,6 @@
 """From the name a user gives to files on this machine."""
 
+import difflib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ def resolve_model(name: str, load_format: LoadFormat = "auto") -> ModelSource:
     else:
         path = Path(name).expanduser()
         if not path.exists():
-            if name.lower() == BUILT_IN_MODEL:
+            if difflib.get_close_matches(name.lower(), [BUILT_IN_MODEL], cutoff=0.8):
                 raise ModelFiles(f"no model {name!r}; did you mean {BUILT_IN_MODEL!r}?")
             path = _fetch(name, _MODEL_FILES)
     if path.is_dir():

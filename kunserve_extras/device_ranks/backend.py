@@ -1,5 +1,6 @@
 """A device for each of several processes: the backend of ``--tensor-parallel-size`` on GPUs."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,10 +22,11 @@ from kunserve.engine.weights.readers import Reader
 from kunserve.model.sharding import check_shardable, config_of_rank, spec_of_rank
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
+from kunserve.transport.bulk.movable_memory import WriteGate
 from kunserve_extras.device_ranks.decoder import DeviceRanksDecoder, DeviceShard
 from kunserve_extras.device_ranks.memory import DeviceRanksMemory, Windows
 from kunserve_extras.device_ranks.sums import GroupSums, SumsBy, make_store_file
-from kunserve_extras.device_ranks.words import Load, OpenSums
+from kunserve_extras.device_ranks.words import WORDS, Load, OpenSums
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ _NCCL_BYTES = 512 << 20
 
 class DeviceRanksBackend(SeveralRanks):
     """One instance of several ranks with a device each. This process is rank 0."""
+
+    more_words = WORDS
 
     def __init__(
         self,
@@ -141,7 +145,8 @@ class DeviceRanksBackend(SeveralRanks):
         assert self._members is not None
         shard = ShardReader(reader, spec, 0, self._num_ranks)
         shape = spec_of_rank(spec, self._num_ranks)
-        return _RanksLoader(self._own.loader(shard, shape, memory, weights), self._members)
+        own = self._own.loader(shard, shape, memory, weights)
+        return _RanksLoader(own, self._members, memory.layer_bytes)
 
     def decoder(
         self,
@@ -156,7 +161,9 @@ class DeviceRanksBackend(SeveralRanks):
         self._await_others()
         store_fd = make_store_file()
         with members.telling(OpenSums(self._by), (store_fd,)):
-            sums = GroupSums(self._by, store_fd, 0, num_ranks, self.device, self._patience_s)
+            sums = GroupSums(
+                self._by, store_fd, 0, num_ranks, self.device, self._patience_s, members.why_lost
+            )
             self._sums = sums
         kv, of_rank = kv_in(memory.shards[0], self.device), config_of_rank(config)
         ops = self._own.open_ops(spec_of_rank(spec, num_ranks), of_rank)
@@ -183,9 +190,10 @@ class DeviceRanksBackend(SeveralRanks):
 class _RanksLoader:
     """At the start every rank loads by itself. Layers that come back each loads on a word."""
 
-    def __init__(self, own: WeightLoader, members: Members) -> None:
+    def __init__(self, own: WeightLoader, members: Members, layer_bytes: int) -> None:
         self._own = own
         self._members = members
+        self._layer_bytes = layer_bytes
         self._have_loaded = False
 
     def check(self) -> None:
@@ -196,13 +204,22 @@ class _RanksLoader:
         """See ``Loader``."""
         self._own.load_ends()
 
-    def load_layers(self, layers: LayerRange) -> None:
-        """See ``Loader``. The first call is that of the start."""
+    def load_layers(self, layers: LayerRange, gate: WriteGate | None = None) -> None:
+        """See ``Loader``. The first call is that of the start.
+
+        Ranks read where they write: a layer passes the gate as a whole.
+        """
         if not self._have_loaded:
             self._own.load_layers(layers)
             self._have_loaded = True
             return
         for layer in range(*layers):
-            one = LayerRange(layer, layer + 1)
-            with self._members.telling(Load(one)):
-                self._own.load_layers(one)
+            load = functools.partial(self._load, LayerRange(layer, layer + 1))
+            if gate is None:
+                load()
+            else:
+                gate(self._layer_bytes, load)
+
+    def _load(self, one: LayerRange) -> None:
+        with self._members.telling(Load(one)):
+            self._own.load_layers(one)

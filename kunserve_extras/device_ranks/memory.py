@@ -16,7 +16,7 @@ from kunserve.control.instance.body import Remap, UnitCopy
 from kunserve.core.config import MIB
 from kunserve.core.layout import LayerRange
 from kunserve.engine.memory.instance_memory import InstanceMemory
-from kunserve.engine.ranks.control import Drop, Reclaim
+from kunserve.engine.ranks.control import Drop, Held, Reclaim
 from kunserve.engine.ranks.memory import Bytes, OfAllRanks, bytes_of, granules_of
 from kunserve.engine.ranks.processes import Members
 from kunserve.transport.bulk.movable_memory import Content, UnitRuns
@@ -81,7 +81,7 @@ class DeviceRanksMemory(OfAllRanks):
         if refusals[0] is None:
             with self._members.telling(Prepare(layers)) as said:
                 pass
-            refusals += said
+            refusals += [one for one in said if isinstance(one, str)]
         refusal = next(filter(None, refusals), None)
         if refusal is not None:
             with self._members.telling(Prepare(self.own.held)):
@@ -202,6 +202,6 @@ class DeviceRanksMemory(OfAllRanks):
         self.own.close()
 
 
-def state_of(memory: InstanceMemory) -> tuple[LayerRange, tuple[bytes, bytes]]:
+def state_of(memory: InstanceMemory) -> Held:
     """What must be the same on all ranks."""
-    return memory.held, granules_of(memory)
+    return Held(memory.held, granules_of(memory))

@@ -5,7 +5,7 @@ from typing import Any
 from kunserve.control.instance.body import UnitCopy
 from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import kv_in
-from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim
+from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim, Said
 from kunserve.engine.ranks.rank import Rank
 from kunserve.engine.ranks.region import Orders
 from kunserve.engine.ranks.shards import ShardReader
@@ -16,6 +16,7 @@ from kunserve_extras.device_ranks.decoder import DeviceShard
 from kunserve_extras.device_ranks.memory import Windows, state_of
 from kunserve_extras.device_ranks.sums import GroupSums
 from kunserve_extras.device_ranks.words import (
+    WORDS,
     Check,
     CopyUnits,
     Load,
@@ -28,6 +29,8 @@ from kunserve_extras.device_ranks.words import (
 
 class DeviceRank(Rank):
     """Its memory is the business of the thread that obeys, and of no other."""
+
+    more_words = WORDS
 
     def __init__(self, order: Join, windows_fd: int, meeting_fd: int) -> None:
         """Raises KunServeError for files that cannot be read, and for a device that will not do."""
@@ -70,7 +73,7 @@ class DeviceRank(Rank):
         """See ``Rank``."""
         self._memory.tidy()
 
-    def obey(self, word: object, fds: list[int]) -> Any:
+    def obey(self, word: object, fds: list[int]) -> Said:
         """See ``Rank``."""
         match word:
             case OpenSums(by):

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from kunserve.engine.ranks.meeting import RankLost
+from kunserve.engine.ranks.meeting import RankLost, Why
 
 _LOOPBACK = "lo"
 
@@ -52,8 +52,10 @@ class GroupSums:
         num_ranks: int,
         device: torch.device,
         patience_s: float,
+        why: Why | None = None,
     ) -> None:
-        """Returns when all ranks are here. Raises RankLost."""
+        """Returns when all ranks are here. Raises RankLost; ``why``: see there."""
+        self._why = why
         self.rank = rank
         self.num_ranks = num_ranks
         self._by = by
@@ -104,7 +106,7 @@ class GroupSums:
         try:
             ask(self._group).wait()
         except RuntimeError as error:
-            raise RankLost(f"a rank of this instance is lost: {error}") from error
+            raise RankLost(f"a rank of this instance is lost: {error}", self._why) from error
 
 
 def _gloo(

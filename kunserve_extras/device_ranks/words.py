@@ -1,6 +1,7 @@
 """What rank 0 says to ranks with a device each, beside what it says to all (``ranks.control``)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from kunserve.core.layout import LayerRange
 from kunserve_extras.device_ranks.sums import SumsBy
@@ -57,3 +58,6 @@ class Check:
     """See ``InstanceMemory.check``; the answer tells what lies where."""
 
     ask_kernel: bool
+
+
+WORDS: tuple[type[Any], ...] = (OpenSums, Prepare, CopyUnits, MoveUnits, MoveLayer, Load, Check)

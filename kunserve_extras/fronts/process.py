@@ -12,7 +12,6 @@ import uvloop
 from kunserve.cluster.log_format import start_logging
 from kunserve.core.config import KunServeConfig
 from kunserve.model.source import resolve_model
-from kunserve.server.api.chat_templates import read_chat_template
 from kunserve.server.api.front import Front
 from kunserve.server.http.limits import FrontLimits
 from kunserve.server.start.app import create_app
@@ -104,11 +103,8 @@ async def _run(link_fd: int, listener: socket.socket) -> None:
     start_logging(welcome.config.log)
     app_config = _share_of(welcome)
     model = welcome.config.model
-    template = welcome.config.chat.chat_template and read_chat_template(
-        welcome.config.chat.chat_template
-    )
     source = resolve_model(model.model, model.load_format)
-    tokenizer = await asyncio.to_thread(load_tokenizer, source, model.tokenizer, template)
+    tokenizer = await asyncio.to_thread(load_tokenizer, source, welcome.config)
     tracer = tracer_of(welcome.config)
     app = create_app(
         engine,

@@ -73,7 +73,6 @@ class Session:
             limits.max_waiting_chars,
             template_defaults(config.chat),
         )
-        codec.check_template(config.chat.chat_template is not None, needs_tools=False)
         self.front = Front(cluster, codec, launched.model_name, config, limits, launched.defaults)
         self._routes = OpenAIRoutes(self.front)
         self._num_asked = 0
@@ -225,7 +224,7 @@ class Session:
             await asyncio.sleep(RETRY_S)
 
     def _output(self, asked: Asked) -> RequestOutput:
-        deltas = [choice.take() for choice in asked.choices]
+        deltas = [choice.drain() for choice in asked.choices]
         for choice in asked.choices:
             choice.finish_reason = choice.finish_reason or FinishReason.ERROR
         scores = None

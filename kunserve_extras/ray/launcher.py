@@ -25,12 +25,12 @@ from kunserve.cluster.processes.launch import (
     FakeSettings,
     InstanceOrder,
     InstanceProcess,
-    StartupFailure,
 )
 from kunserve.cluster.processes.seat import Seat
 from kunserve.core.config import KunServeConfig
-from kunserve.core.errors import ConfigError, TooLittleMemory
+from kunserve.core.errors import ConfigError, StartupFailure, TooLittleMemory
 from kunserve.core.ids import InstanceId
+from kunserve.transport.wire.network import FrontPlace
 from kunserve_extras.ray.node_agent import Birth, End, NodeAgent, Site
 from kunserve_extras.ray.nodes import need_of, num_that_fit, place_of, shortage
 from kunserve_extras.ray.seat import RaySeat, seat_name
@@ -255,6 +255,7 @@ class RayProcess:
         self.pid = birth.pid
         self.host = birth.host
         self.mark = f"{birth.mark}@{name}"
+        self.public_key = birth.public_key
         self.said = b""
         self.exit_code: int | None = None
         self._is_killed = False
@@ -272,7 +273,7 @@ class RayProcess:
                     await asyncio.sleep(UNREACHED_S)
                     continue
                 reason = f"its actor on {self.host} cannot be reached"
-            except RayError as error:
+            except Exception as error:  # Ray's, most likely: whatever it is, nobody watches
                 reason = f"its actor on {self.host} is gone: {_short(error)}"
             else:
                 reason = f"{end.reason} (on {self.host})"
@@ -307,14 +308,17 @@ class RayProcess:
         if not self._is_anothers:
             end_actor(self._actor)
 
-    def follow(self, front_address: str) -> None:
+    def follow(self, front: FrontPlace) -> None:
         """The warden tells it."""
-        self._actor.follow.remote(front_address, self._epoch)
+        self._actor.follow.remote(front, self._epoch)
 
 
 def at(order: InstanceOrder, site: Site) -> InstanceOrder:
-    """The order as it is carried out there: where the process stands, and how it is reached."""
-    network = order.network and replace(order.network, host=site.ip)
+    """The order as it is carried out there: where the process stands, and how it is reached.
+
+    Keys are made there, because Ray's own channels may be read.
+    """
+    network = order.network and replace(order.network, host=site.ip, public_key="", secret_key="")
     return replace(order, place=place_of(site.ip, site.labels), network=network)
 
 
@@ -330,7 +334,7 @@ class _Actor(NodeAgent):
         )
 
 
-def _short(error: RayError) -> str:
+def _short(error: Exception) -> str:
     """The first line of what Ray says, which are many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -10,6 +10,7 @@ import msgspec
 
 import kunserve
 from kunserve.cluster.processes.launch import InstanceOrder, LocalProcess
+from kunserve.transport.wire.network import FrontPlace, new_keys
 
 IDLE_S = 60.0
 """A warden without a process, that nobody asks for anything, leaves."""
@@ -33,6 +34,8 @@ class Birth:
     pid: int
     mark: str
     host: str
+    public_key: str | None = None
+    """Of its pair, whose secret one never leaves the node; None: none are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class NodeAgent:
         self._site = Site(ip, socket.gethostname(), labels, kunserve.__version__)
         self._leave = leave
         self._process: LocalProcess | None = None
+        self._public_key: str | None = None
         self._epoch = 0
         """Of the front that may command it."""
         self._watch: asyncio.Task[None] | None = None
@@ -71,12 +75,16 @@ class NodeAgent:
         told = msgspec.json.decode(order, type=InstanceOrder)
         # Whatever becomes of the front, the process must not outlive its warden.
         mine = replace(told, parent_pid=os.getpid())
+        if mine.network is not None:
+            self._public_key, secret_key = new_keys()
+            keys = replace(mine.network, public_key=self._public_key, secret_key=secret_key)
+            mine = replace(mine, network=keys)
         self._epoch = 0 if told.lease is None else told.lease.epoch
         self._process = LocalProcess(mine, program, tells_moves=True)
         return self._birth(self._process)
 
     def _birth(self, process: LocalProcess) -> Birth:
-        return Birth(process.pid, process.mark, self._site.host)
+        return Birth(process.pid, process.mark, self._site.host, self._public_key)
 
     async def find(self, epoch: int) -> Birth | None:
         """The process, for a front that did not start it, and that alone may end it from now on.
@@ -87,10 +95,10 @@ class NodeAgent:
         process = self._process
         return None if process is None or process.exit_code is not None else self._birth(process)
 
-    async def follow(self, front_address: str, epoch: int) -> None:
+    async def follow(self, front: FrontPlace, epoch: int) -> None:
         """The front of this epoch is called there."""
         if self._process is not None and epoch >= self._epoch:
-            self._process.follow(front_address)
+            self._process.follow(front)
 
     async def end(self) -> End:
         """Wait for the process's end."""

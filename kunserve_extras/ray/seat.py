@@ -112,14 +112,18 @@ class RaySeat:
 
     async def _hold(self) -> None:
         """Say that this front lives, and see whether it is the front still."""
+        num_failed = 0
         while True:
             await asyncio.sleep(HOLD_S)
             try:
                 holder = await awaited(self._actor.hold.remote(self._me.token))
                 if holder is None:  # a new actor, which knows nobody
                     holder = await self._take_again()
-            except RayError:
-                with contextlib.suppress(RayError, ValueError):
+            except Exception as error:  # Ray's, most likely: it has many
+                num_failed += 1
+                if num_failed & (num_failed - 1) == 0:
+                    logger.error("the seat cannot be asked count=%d: %s", num_failed, error)
+                with contextlib.suppress(Exception):  # it is asked again
                     self._actor = _actor(self._name)  # the one before is gone
                 continue
             if holder != self._me.token:

@@ -1,72 +1,32 @@
 """Answers of POST /v1/responses: one object, or the events that tell how it comes to be."""
 
-import contextlib
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kunserve.core.request import FinishReason
-from kunserve.server.api.answers.choice import Delta
 from kunserve.server.api.answers.logprobs import chat_logprobs
-from kunserve.server.api.answers.streaming import GenerationAnswer, stream_start
+from kunserve.server.api.answers.streaming import WholeAnswer
 from kunserve.server.api.answers.wire import Envelope
-from kunserve.server.api.front import Front
-from kunserve.server.api.generation import EngineFailed, Generation, Interrupted
-from kunserve.server.http.errors import error_answer, error_object
+from kunserve.server.api.generation import EngineFailed, Interrupted
+from kunserve.server.http.errors import error_object
+from kunserve_extras.chats.answers import named_event, piece_of, send_events
+from kunserve_extras.responses.output import Output, Told
 from kunserve_extras.responses.schema import ResponsesBody
 
-_encode = msgspec.json.Encoder().encode
+_ABORTED = {"code": "server_error", "message": "The request was aborted."}
 
 
 @dataclass(slots=True)
 class Telling:
     """One response so far, in the API's words."""
 
-    front: Front
     envelope: Envelope
     body: ResponsesBody
-    text: str = ""
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def item_id(self) -> str:
-        """Of the only message."""
-        return self.envelope.response_id.replace("resp_", "msg_", 1)
-
-    def add(self, delta: Delta) -> list[dict[str, Any]]:
-        """Take what is new; the log-probabilities of it."""
-        self.text += delta.text
-        num_top = self.body.num_logprobs
-        if num_top is None:
-            return []
-        token_bytes = self.front.codec.token_bytes
-        told: list[dict[str, Any]] = chat_logprobs(delta.entries, token_bytes, num_top)["content"]
-        self.logprobs.extend(told)
-        return told
-
-    def part(self) -> dict[str, Any]:
-        """The text."""
-        return {
-            "type": "output_text",
-            "text": self.text,
-            "annotations": [],
-            "logprobs": self.logprobs,
-        }
-
-    def item(self, status: str) -> dict[str, Any]:
-        """The message; without a text while it begins."""
-        content = [] if status == "in_progress" else [self.part()]
-        return {
-            "id": self.item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
+    output: Output
 
     def response(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
         """The whole object; ``usage`` is that of a chat, once it has ended."""
@@ -77,20 +37,20 @@ class Telling:
             "object": "response",
             "created_at": self.envelope.created,
             "status": status,
-            "error": None,
+            "error": _ABORTED if has_ended and status == "failed" else None,
             "incomplete_details": cut,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": self.envelope.model,
-            "output": [self.item(status)] if has_ended else [],
-            "parallel_tool_calls": True,
+            "output": self.output.items if has_ended else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": body.temperature,
             "text": body.text or {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
             "top_logprobs": body.top_logprobs,
             "top_p": body.top_p,
             "truncation": body.truncation or "disabled",
@@ -112,30 +72,32 @@ def _usage(chat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _status(reason: FinishReason | None) -> str:
+    if reason is FinishReason.ABORT:
+        return "failed"
     return "incomplete" if reason is FinishReason.LENGTH else "completed"
 
 
-class ResponsesAnswer(GenerationAnswer):
+@dataclass(eq=False)
+class ResponsesAnswer(WholeAnswer):
     """A response at its end."""
 
-    def __init__(
-        self, front: Front, generation: Generation, envelope: Envelope, body: ResponsesBody
-    ) -> None:
-        super().__init__(front, generation, envelope)
-        self._telling = Telling(front, envelope, body)
+    _telling: Telling
 
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ``GenerationAnswer``."""
-        try:
-            while await self._generation.advance():
-                pass
-        except (EngineFailed, Interrupted) as error:
-            await error_answer(error)(scope, receive, send)
-            return
-        (choice,) = self._generation.choices
-        self._telling.add(choice.take())
-        whole = self._telling.response(_status(choice.finish_reason), self.usage())
-        await Response(_encode(whole), media_type="application/json")(scope, receive, send)
+    def tell(self) -> Iterator[Told]:
+        """What is new."""
+        delta, num_top = self._generation.choices[0].drain(), self._telling.body.num_logprobs
+        logprobs: list[dict[str, Any]] = []
+        if num_top is not None:
+            token_bytes = self._front.codec.token_bytes
+            logprobs = chat_logprobs(delta.entries, token_bytes, num_top)["content"]
+        return self._telling.output.tell(piece_of(delta), logprobs)
+
+    def write(self) -> bytes:
+        """See ``WholeAnswer``."""
+        status = _status(self._generation.choices[0].finish_reason)
+        for _ in (*self.tell(), *self._telling.output.end(status)):
+            pass  # the items are what is wanted
+        return msgspec.json.encode(self._telling.response(status, self.usage()))
 
 
 class StreamedResponsesAnswer(ResponsesAnswer):
@@ -145,57 +107,28 @@ class StreamedResponsesAnswer(ResponsesAnswer):
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``GenerationAnswer``."""
-        await send(stream_start())
-        async with contextlib.aclosing(self._events()) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        await send_events(send, self._events())
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        telling, generation = self._telling, self._generation
-        (choice,) = generation.choices
-        yield b"".join(self._opening())
+        telling = self._telling
+        begun = {"response": telling.response("in_progress")}
+        opening = [("response.created", begun), ("response.in_progress", begun)]
+        yield b"".join(self._event(*told) for told in opening)
         try:
-            while await generation.advance():
-                delta = choice.take()
-                logprobs = telling.add(delta)
-                if delta.text or logprobs:
-                    told = {"delta": delta.text, "logprobs": logprobs}
-                    yield self._event("response.output_text.delta", self._of_part(told))
+            while await self._generation.advance():
+                if news := b"".join(self._event(*told) for told in self.tell()):
+                    yield news
         except (EngineFailed, Interrupted) as error:
             failed = telling.response("failed", self.usage())
-            failed["error"] = {
-                "code": "server_error",
-                "message": error_object(error)["error"]["message"],
-            }
+            failed["error"] = _ABORTED | {"message": error_object(error)["error"]["message"]}
             yield self._event("response.failed", {"response": failed})
             return
-        yield b"".join(self._closing(_status(choice.finish_reason)))
-
-    def _opening(self) -> Iterator[bytes]:
-        begun = self._telling.response("in_progress")
-        yield self._event("response.created", {"response": begun})
-        yield self._event("response.in_progress", {"response": begun})
-        item = {"output_index": 0, "item": self._telling.item("in_progress")}
-        yield self._event("response.output_item.added", item)
-        part = self._of_part({"part": self._telling.part()})
-        yield self._event("response.content_part.added", part)
-
-    def _closing(self, status: str) -> Iterator[bytes]:
-        telling = self._telling
-        told = {"text": telling.text, "logprobs": telling.logprobs}
-        yield self._event("response.output_text.done", self._of_part(told))
-        yield self._event("response.content_part.done", self._of_part({"part": telling.part()}))
-        item = {"output_index": 0, "item": telling.item(status)}
-        yield self._event("response.output_item.done", item)
-        whole = telling.response(status, self.usage())
-        yield self._event(f"response.{status}", {"response": whole})
-
-    def _of_part(self, told: dict[str, Any]) -> dict[str, Any]:
-        return {"item_id": self._telling.item_id, "output_index": 0, "content_index": 0, **told}
+        status = _status(self._generation.choices[0].finish_reason)
+        last = b"".join(self._event(*told) for told in self._telling.output.end(status))
+        whole = {"response": telling.response(status, self.usage())}
+        yield last + self._event(f"response.{status}", whole)
 
     def _event(self, kind: str, told: dict[str, Any]) -> bytes:
         number = self._num_told
         self._num_told += 1
-        data = _encode({"type": kind, "sequence_number": number, **told})
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        return named_event(kind, sequence_number=number, **told)

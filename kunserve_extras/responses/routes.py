@@ -1,19 +1,14 @@
 """POST /v1/responses: the stateless core of OpenAI's newer API, over the same requests as chats."""
 
-import time
-
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 from starlette.routing import Route
 
-from kunserve.server.api.answers.wire import Envelope
 from kunserve.server.api.front import Front
-from kunserve.server.api.generation import Generation
 from kunserve.server.api.openai_routes import OpenAIRoutes
-from kunserve.server.api.prompts import bad_words_of, encode_conversation, truncated
-from kunserve.server.http.body import unless_gone
 from kunserve.server.http.middleware import ANSWER_ID
-from kunserve_extras.responses.answer import ResponsesAnswer, StreamedResponsesAnswer
+from kunserve_extras.chats.answers import one_answer
+from kunserve_extras.responses.answer import ResponsesAnswer, StreamedResponsesAnswer, Telling
+from kunserve_extras.responses.output import Output
 from kunserve_extras.responses.schema import ResponsesBody
 
 
@@ -29,35 +24,22 @@ class ResponsesRoutes:
         self._front = front
         self._openai = openai
 
-    async def create(self, http: HttpRequest) -> Response:
+    async def create(self, http: HttpRequest) -> ResponsesAnswer:
         """POST /v1/responses."""
         body = await self._front.bodies.read(http, ResponsesBody)
         with self._front.admission(body.model) as arrival_s:
             return await self._create(http, body, arrival_s)
 
-    async def _create(self, http: HttpRequest, body: ResponsesBody, arrival_s: float) -> Response:
-        front = self._front
-        body.check()
-        self._openai.check(body)
-        prompt = await unless_gone(http, encode_conversation(front.codec, body.conversation()))
-        prompt = truncated(prompt, body, front.engine.limits.max_model_len)
-        bad_words = await bad_words_of(front.codec, body)
-        reading = await self._openai.reading(http, body)
+    async def _create(
+        self, http: HttpRequest, body: ResponsesBody, arrival_s: float
+    ) -> ResponsesAnswer:
+        front, chat = self._front, body.as_chat()
+        asked = await self._openai.read_chat(http, chat)
         unique = http.scope["state"][ANSWER_ID]
         response_id = f"resp_{unique}"
-        choices = self._openai.choices(body, [prompt], bad_words, response_id, arrival_s, reading)
-        envelope = Envelope(
-            kind=body.kind,
-            response_id=response_id,
-            created=int(time.time()),
-            model=front.model_name,
-            format_logprobs=None,
-            prefixes=[""],
-            num_prompt_tokens=len(prompt),
-        )
-        eager = bool(body.stream or body.stop)
-        generation = Generation(front.engine, choices, front.watch, eager, 1)
+        generation, envelope = one_answer(front, self._openai, chat, asked, response_id, arrival_s)
         shape = StreamedResponsesAnswer if body.stream else ResponsesAnswer
-        answer = shape(front, generation, envelope, body)
+        telling = Telling(envelope, body, Output(generation.choices[0], unique))
+        answer = shape(front, generation, envelope, telling)
         await front.enter(generation)
         return answer

@@ -5,7 +5,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from kunserve.core.errors import InvalidRequest
-from kunserve.server.api.schema import INT64_MAX, MAX_LOGPROBS, ChatBody, GenerationBody, Kind
+from kunserve.server.api.schema import (
+    INT64_MAX,
+    MAX_LOGPROBS,
+    ChatBody,
+    GenerationBody,
+    Kind,
+    parsed_fields,
+)
 
 WITH_LOGPROBS = "message.output_text.logprobs"
 _STATELESS = "This server keeps no responses"
@@ -15,13 +22,11 @@ _REFUSED = {
     "conversation": f"{_STATELESS}: send the whole conversation as `input`.",
     "prompt": "This server keeps no prompts: send `instructions` and `input`.",
     "background": f"{_STATELESS}: ask with `stream`, or wait.",
-    "tools": "Tools are called through /v1/chat/completions.",
-    "max_tool_calls": "Tools are called through /v1/chat/completions.",
+    "max_tool_calls": "Use `parallel_tool_calls`.",
     "n": "A response has one answer; /v1/chat/completions has `n`.",
     "max_tokens": "Use `max_output_tokens`.",
     "prompt_logprobs": "Use /v1/completions.",
     "return_token_ids": "Use /v1/chat/completions.",
-    "reasoning": "Use `chat_template_kwargs` of /v1/chat/completions.",
 }
 """Fields whose value must ask for nothing, and what to do instead."""
 
@@ -40,6 +45,11 @@ class ResponsesBody(GenerationBody):
     truncation: Literal["auto", "disabled"] | None = None
     text: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+    """Its ``effort`` is for templates that know it; thoughts are told whole, never summed up."""
 
     @model_validator(mode="before")
     @classmethod
@@ -74,23 +84,68 @@ class ResponsesBody(GenerationBody):
         values = {**(self.model_extra or {}), **self.model_dump(include=set(_REFUSED))}
         for name, instead in _REFUSED.items():
             value = values.get(name)
-            if value and not (name == "n" and value == 1) and value != {"effort": None}:
+            if value and not (name == "n" and value == 1):
                 raise InvalidRequest(f"`{name}` is not supported here. {instead}", name)
         for one in self.include or ():
             if one != WITH_LOGPROBS:
                 raise InvalidRequest(f"`include` may hold only {WITH_LOGPROBS!r}.", "include")
 
-    def conversation(self) -> ChatBody:
-        """``instructions`` and ``input`` as messages."""
+    def as_chat(self) -> ChatBody:
+        """The chat that is asked for. Raises InvalidRequest."""
+        self.check()
+        shared = self.model_dump(include=set(GenerationBody.model_fields), exclude_none=True)
+        effort = (self.reasoning or {}).get("effort")
+        given = {
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.num_logprobs is not None,
+            "top_logprobs": self.num_logprobs,
+            "tools": [_tool(f"tools.{at}", tool) for at, tool in enumerate(self.tools or [])],
+            "tool_choice": _tool_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": effort,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        return parsed_fields(ChatBody, {**(self.model_extra or {}), **shared, **given})
+
+    def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        else:
-            for index, item in enumerate(self.input):
-                messages += _messages_of(f"input.{index}", item)
-        return ChatBody(messages=messages)  # type: ignore[call-arg]
+            return [*messages, {"role": "user", "content": self.input}]
+        for index, item in enumerate(self.input):
+            (told,) = _messages_of(f"input.{index}", item) or (None,)
+            if told is not None and not _joined(messages, told):
+                messages.append(told)
+        return messages
+
+
+def _joined(messages: list[dict[str, Any]], told: dict[str, Any]) -> bool:
+    """Whether a call became part of the message before it, which is the same answer's."""
+    last = messages[-1] if messages else {}
+    if "tool_calls" not in told or last.get("role") != "assistant":
+        return False
+    last["tool_calls"] = [*last.get("tool_calls", ()), *told["tool_calls"]]
+    return True
+
+
+def _tool(where: str, tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        kind = str(tool.get("type"))[:40]
+        raise InvalidRequest(
+            f"`{where}`: a tool {kind!r} is run by a server, and not by this one: only functions "
+            "are called.",
+            "tools",
+        )
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _tool_choice(choice: Any) -> Any:
+    """By the name that chats have for it; what is none is refused there."""
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
 
 
 def _messages_of(where: str, item: dict[str, Any]) -> list[dict[str, Any]]:

@@ -176,15 +176,15 @@ def _with_rope_factors(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     if not all(0 < divisor < math.inf for divisor in divisors):
         raise ModelFiles(f"{file.path}: 'rope_freqs.weight' holds no frequencies' divisors")
     scaling = Llama3Rope(round(max(divisors), 3), 1.0, 4.0, 8192)
-    expected = _llama3_divisors(spec, *scaling)
+    expected = _llama3_divisors(spec, scaling)
     if any(abs(a - b) > 1e-3 * b for a, b in zip(divisors, expected, strict=True)):
         raise UnsupportedModel(f"{file.path}: its rope frequencies are not Llama 3's")
     return dataclasses.replace(spec, rope_scaling=scaling)
 
 
-def _llama3_divisors(
-    spec: ModelSpec, factor: float, low: float, high: float, original: int
-) -> list[float]:
+def _llama3_divisors(spec: ModelSpec, scaling: Llama3Rope) -> list[float]:
+    factor, low, high = scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor
+    original = scaling.original_max_position
     divisors = []
     for index in range(spec.head_dim // 2):
         wavelength = 2 * math.pi * spec.rope_theta ** (2 * index / spec.head_dim)

@@ -1,24 +1,23 @@
 """How the answers to a chat request are read: by the server's flags and the request's wishes."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from kunserve.core.config import ChatConfig
 from kunserve.core.errors import ConfigError
+from kunserve.core.extras import extra_names, find_extra
 from kunserve.core.request import ReasoningMarks, StructuredOutput
 from kunserve.server.api.parsers.forced import REQUIRED, named
-from kunserve.server.api.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 from kunserve.server.api.parsers.reader import MessageFormat
-from kunserve.server.api.parsers.reasoning import ReasoningParser
-from kunserve.server.api.parsers.tool_parser import ToolParser
+from kunserve.server.api.parsers.reasoning import REASONING_PARSERS, ReasoningParser
+from kunserve.server.api.parsers.tool_parser import TOOL_PARSERS, ToolParser
 from kunserve.server.api.schema import ChatBody
 from kunserve.server.api.text import TextCodec
 from kunserve.server.api.tool_choice import Tool, ToolChoice, demanded_output, read_tool_choice
 from kunserve.server.api.tools import check_tools
 
-Parser = TypeVar("Parser")
 _TAIL_TOKENS = 16
 """Of a prompt, where its template may have opened reasoning."""
 
@@ -47,8 +46,13 @@ class ChatFormats:
         """Raises ConfigError for a parser that does not exist."""
         self._allows_auto = config.enable_auto_tool_choice
         self._hides_tools = config.exclude_tools_when_tool_choice_none
-        self._parser = _known(TOOL_PARSERS, config.tool_call_parser, "--tool-call-parser")
-        self._reasoning = _known(REASONING_PARSERS, config.reasoning_parser, "--reasoning-parser")
+        tools, reasoning = config.tool_call_parser, config.reasoning_parser
+        _check_known(tools, extra_names(TOOL_PARSERS), "--tool-call-parser")
+        _check_known(reasoning, sorted(REASONING_PARSERS), "--reasoning-parser")
+        self._parser: ToolParser | None = (
+            None if tools is None else find_extra(TOOL_PARSERS, tools, "--tool-call-parser")
+        )
+        self._reasoning = None if reasoning is None else REASONING_PARSERS[reasoning]
 
     def demand(self, body: ChatBody) -> ChatDemand:
         """What a request asks for. Raises InvalidRequest for what makes no sense."""
@@ -122,12 +126,9 @@ class ChatFormats:
         return replace(forced, new_call_id=self._parser.new_call_id)
 
 
-def _known(parsers: Mapping[str, Parser], name: str | None, flag: str) -> Parser | None:
-    if name is None:
-        return None
-    if name not in parsers:
-        raise ConfigError(f"{flag} {name}: there are {', '.join(sorted(parsers))}")
-    return parsers[name]
+def _check_known(name: str | None, names: Sequence[str], flag: str) -> None:
+    if name is not None and name not in names:
+        raise ConfigError(f"{flag} {name}: there are {', '.join(names)}")
 
 
 def _is_open(

@@ -2,7 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+from starlette.responses import Response
 
 from kunserve.cluster.api import EngineClient
 from kunserve.core.config import KunServeConfig
@@ -16,6 +18,7 @@ from kunserve.server.api.sampling import SeedSource
 from kunserve.server.api.text import TextCodec
 from kunserve.server.http.api_keys import ApiKeys
 from kunserve.server.http.body import BodyReader
+from kunserve.server.http.errors import error_answer
 from kunserve.server.http.limits import FrontLimits
 from kunserve.server.telemetry.accounts import Accounts, OwnAccounts
 from kunserve.server.telemetry.metrics import FrontMetrics
@@ -65,7 +68,11 @@ class Front:
         self.accounts: Accounts = accounts or OwnAccounts(self.metrics)
         self.forms = FormChecker(self._vocabulary, self.metrics.forms)
         self.seeds = SeedSource(config.model.seed)
+        self.error_shapes: dict[str, Callable[[Exception], Response]] = {}
+        """By the beginning of a path: errors of endpoints that have a shape of their own."""
         self.draining = False
+        self.is_paused = False
+        """An operator lets nobody in for now."""
         self._in_flight: set[Generation] = set()
         self._num_entering = 0
         """Requests between ``admission`` and ``enter``."""
@@ -75,14 +82,25 @@ class Front:
         return Order(*self.codec.vocabulary, self.engine.limits.vocab_size)
 
     @property
+    def generations(self) -> tuple[Generation, ...]:
+        """Those that were started, and whose answer is not complete."""
+        return tuple(self._in_flight)
+
+    @property
     def num_in_flight(self) -> int:
         """HTTP requests that were admitted, and whose answer is not complete."""
         return len(self._in_flight) + self._num_entering
 
+    def error_answer(self, path: str, error: Exception) -> Response:
+        """What a client is told of a request that failed before its answer began."""
+        own = (shape for prefix, shape in self.error_shapes.items() if path.startswith(prefix))
+        return next(own, error_answer)(error)
+
     def check_model(self, model: str | None) -> None:
         """Raise ModelNotFound unless ``model`` is one of our names, or none at all."""
         if model is not None and model not in self.model_names:
-            raise ModelNotFound(f"The model `{model[:200]}` does not exist.")
+            served = ", ".join(f"`{name}`" for name in self.model_names)
+            raise ModelNotFound(f"The model `{model[:200]}` does not exist. Here is {served}.")
 
     @contextlib.contextmanager
     def admission(self, model: str | None) -> Iterator[float]:
@@ -95,6 +113,8 @@ class Front:
         self.check_model(model)
         if self.draining:
             raise Unavailable("The server is shutting down.")
+        if self.is_paused:
+            raise Unavailable("The server is paused.")
         self._num_entering += 1
         try:
             yield time.monotonic()

@@ -5,7 +5,7 @@ import contextvars
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kunserve.cluster.api import EngineClient
@@ -66,31 +66,24 @@ class _Live:
     is_accepted: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Generation:
     """Runs a set of choices on the engine and hands out their progress in batches."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        choices: Sequence[Choice],
-        watch: RequestWatch,
-        eager: bool,
-        num_choices: int,
-    ) -> None:
-        """``num_choices`` of each prompt, one prompt after the other."""
-        self._num_choices = num_choices
-        self.choices = choices
-        self._engine = engine
-        self._watch = watch
-        self._eager = eager
-        """Whether each token is news, or only a request's end (nobody looks before)."""
-        self._live: dict[int, _Live] = {}
-        """By the choice's index."""
-        self._context = contextvars.copy_context()
-        """Of the HTTP request, for what the engine tells outside of it."""
-        self._pending: list[tuple[Choice, TokenOutput]] = []
-        self._news = asyncio.Event()
-        self._end: Exception | None = None
+    _engine: EngineClient
+    choices: Sequence[Choice]
+    _watch: RequestWatch
+    _eager: bool
+    """Whether each token is news, or only a request's end (nobody looks before)."""
+    _num_choices: int
+    """Of each prompt, one prompt after the other."""
+    _live: dict[int, _Live] = field(default_factory=dict)
+    """By the choice's index."""
+    _context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """Of the HTTP request, for what the engine tells outside of it."""
+    _pending: list[tuple[Choice, TokenOutput]] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _end: Exception | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -136,6 +129,15 @@ class Generation:
         if self._end is None:
             self._end = reason
         self._abort_all()
+        self._news.set()
+
+    def abort(self) -> None:
+        """End what still runs: who waits for it keeps what there is, and is told ``abort``."""
+        for live in list(self._live.values()):
+            choice, reason = live.choice, FinishReason.ABORT
+            self._close(choice, reason)
+            end = TokenOutput(choice.request.request_id, choice.num_tokens, None, None, reason)
+            self._pending.append((choice, end))
         self._news.set()
 
     async def advance(self) -> list[Choice]:

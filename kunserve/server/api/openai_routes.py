@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import RequestId
@@ -36,7 +35,7 @@ from kunserve.server.api.prompts import (
     encode_prompts,
     truncated,
 )
-from kunserve.server.api.sampling import remaining_tokens, resolve_sampling
+from kunserve.server.api.sampling import resolve_sampling
 from kunserve.server.api.schema import ChatBody, CompletionBody, GenerationBody
 from kunserve.server.api.unsupported import ForeignFields
 from kunserve.server.http.body import unless_gone
@@ -55,6 +54,15 @@ class AnswerReading:
 BadWords: TypeAlias = tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AskedChat:
+    """A conversation, once it is read."""
+
+    prompt: list[int]
+    bad_words: BadWords
+    reading: AnswerReading
+
+
 class OpenAIRoutes:
     """The two generating endpoints."""
 
@@ -62,7 +70,7 @@ class OpenAIRoutes:
         self._front = front
         self._foreign_fields = ForeignFields()
 
-    async def completions(self, http: HttpRequest) -> Response:
+    async def completions(self, http: HttpRequest) -> GenerationAnswer:
         """POST /v1/completions."""
         body = await self._front.bodies.read(http, CompletionBody)
         with self._front.admission(body.model) as arrival_s:
@@ -70,7 +78,7 @@ class OpenAIRoutes:
 
     async def _complete(
         self, http: HttpRequest, body: CompletionBody, arrival_s: float
-    ) -> Response:
+    ) -> GenerationAnswer:
         front = self._front
         self.check(body)
         if body.max_tokens == 0 and not body.echo:
@@ -78,22 +86,29 @@ class OpenAIRoutes:
         if body.best_of not in (None, body.n or 1):
             raise InvalidRequest("`best_of` other than `n` is not supported.", "best_of")
         most, limits = front.limits.max_requests_per_call, front.engine.limits
-        encoding = encode_prompts(front.codec, body, limits, most)
-        prompts = await unless_gone(http, encoding)
+        prompts = await encode_prompts(http, front.codec, body, limits, most)
         echoes = [""] * len(prompts)
         if body.echo:
             echoes = await unless_gone(http, echoes_of(front.codec, body, prompts))
         bad_words = await bad_words_of(front.codec, body)
-        reading = await self.reading(http, body)
+        reading = AnswerReading(structured=await self._tried(http, form_of(body)))
         return await self._answer(http, body, prompts, echoes, bad_words, arrival_s, reading)
 
-    async def chat(self, http: HttpRequest) -> Response:
+    async def chat(self, http: HttpRequest) -> GenerationAnswer:
         """POST /v1/chat/completions."""
         body = await self._front.bodies.read(http, ChatBody)
         with self._front.admission(body.model) as arrival_s:
             return await self._chat(http, body, arrival_s)
 
-    async def _chat(self, http: HttpRequest, body: ChatBody, arrival_s: float) -> Response:
+    async def _chat(self, http: HttpRequest, body: ChatBody, arrival_s: float) -> GenerationAnswer:
+        asked = await self.read_chat(http, body)
+        echoes = [continued_message(body)]
+        return await self._answer(
+            http, body, [asked.prompt], echoes, asked.bad_words, arrival_s, asked.reading
+        )
+
+    async def read_chat(self, http: HttpRequest, body: ChatBody) -> AskedChat:
+        """What a conversation asks of the engine. Raises InvalidRequest for what makes no sense."""
         front = self._front
         self.check(body)
         if body.top_logprobs is not None and not body.logprobs:
@@ -108,13 +123,7 @@ class OpenAIRoutes:
         structured = await self._tried(http, asked)
         structured = front.formats.behind_reasoning(front.codec, body, prompt, structured)
         form = front.formats.of(front.codec, body, demand, prompt, structured)
-        echoes = [continued_message(body)]
-        reading = AnswerReading(form, structured)
-        return await self._answer(http, body, [prompt], echoes, bad_words, arrival_s, reading)
-
-    async def reading(self, http: HttpRequest, body: GenerationBody) -> AnswerReading:
-        """Of answers that are all content; their form is known to be one."""
-        return AnswerReading(structured=await self._tried(http, form_of(body)))
+        return AskedChat(prompt, bad_words, AnswerReading(form, structured))
 
     async def _tried(self, http: HttpRequest, asked: AskedForm | None) -> StructuredOutput | None:
         # Most ask for none, and need no watch of their connection here.
@@ -139,6 +148,10 @@ class OpenAIRoutes:
             raise InvalidRequest(
                 "`prompt_logprobs` is not available when `stream` is true.", "prompt_logprobs"
             )
+        if body.priority and self._front.config.scheduler.scheduling_policy != "priority":
+            raise InvalidRequest(
+                "`priority` needs a server with --scheduling-policy priority.", "priority"
+            )
         apart = body.spaces_between_special_tokens
         if apart is False and not self._front.codec.token_bytes.byte_level:
             raise InvalidRequest(
@@ -156,7 +169,7 @@ class OpenAIRoutes:
         bad_words: BadWords,
         arrival_s: float,
         reading: AnswerReading,
-    ) -> Response:
+    ) -> GenerationAnswer:
         """Submit the request; the response that will follow it to its end.
 
         ``echoes`` holds, per prompt, the text to repeat before the answer.
@@ -209,7 +222,6 @@ class OpenAIRoutes:
     ) -> list[Choice]:
         """``n`` completions of each prompt, ready to be started."""
         front = self._front
-        limits = front.engine.limits
         skip_special = body.skip_special_tokens is not False
         options = TextOptions(
             StopStrings(body.stop) if body.stop else None,
@@ -217,15 +229,6 @@ class OpenAIRoutes:
             skip_special,
             omits_answer=body.asked_tokens == 0,
         )
-        default_tokens = body.default_tokens
-        if front.defaults.max_new_tokens is not None:
-            default_tokens = min(front.defaults.max_new_tokens, default_tokens or 1 << 62)
-        # The engine makes one token at least, which is not shown where none is asked for.
-        asked_tokens = None if body.asked_tokens is None else max(1, body.asked_tokens)
-        max_tokens = [
-            remaining_tokens(limits.max_model_len, len(prompt), asked_tokens, default_tokens)
-            for prompt in prompts
-        ]
         num_choices = body.n or 1
         token_ids_of = [TokenIds(prompt) for prompt in prompts]
         form = reading.form
@@ -234,8 +237,8 @@ class OpenAIRoutes:
         for sampling in resolve_sampling(
             body,
             front.defaults,
-            limits.vocab_size,
-            max_tokens,
+            front.engine.limits,
+            [len(prompt) for prompt in prompts],
             front.seeds,
             bad_words,
             reading.structured,
@@ -244,11 +247,17 @@ class OpenAIRoutes:
             token_ids = token_ids_of[index // num_choices]
             request_id = RequestId(f"{engine_id}-{index}")
             request = Request(
-                request_id, token_ids, sampling, arrival_s, cache_salt=body.cache_salt or ""
+                request_id,
+                token_ids,
+                sampling,
+                arrival_s,
+                cache_salt=body.cache_salt or "",
+                priority=body.priority or 0,
             )
             detokenizer = front.codec.detokenizer(token_ids, skip_special, kept)
             reader = None if form is None else MessageReader(form)
-            choices.append(Choice(index, request, detokenizer, options, reader))
+            matcher = options.new_matcher()
+            choices.append(Choice(index, request, detokenizer, options, matcher, reader))
         return choices
 
     def _formatter(self, body: GenerationBody) -> FormatLogprobs | None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import Request as HttpRequest
 
 from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import InvalidRequest
@@ -11,6 +12,7 @@ from kunserve.server.api.schema import ChatBody, CompletionBody, GenerationBody,
 from kunserve.server.api.text import TextCodec, too_long
 from kunserve.server.api.tools import called_tools, check_tools
 from kunserve.server.api.vocabulary import check_token_ids
+from kunserve.server.http.body import unless_gone
 
 TOOL_CHARS = 4000
 """What a tool, or a past call, counts as beside its own text. So none is rendered on the event
@@ -20,20 +22,30 @@ PIECE_CHARS = 100
 
 
 async def encode_prompts(
-    codec: TextCodec, body: CompletionBody, limits: ServingLimits, max_requests: int
+    http: HttpRequest,
+    codec: TextCodec,
+    body: CompletionBody,
+    limits: ServingLimits,
+    max_requests: int,
 ) -> list[list[int]]:
-    """Every prompt of a completion request, each with at least one token."""
+    """Every prompt of a completion request, each with at least one token.
+
+    Where threads work on them the client may leave meanwhile, and ClientDisconnect is raised.
+    """
     spelled = _split(body.prompt)
     if len(spelled) * (body.n or 1) > max_requests:
         raise InvalidRequest(f"One call may ask for at most {max_requests} completions.", "prompt")
     texts = [one for one in spelled if isinstance(one, str)]
     if texts:
-        prompts = await codec.encode(texts, body.add_special_tokens is not False)
+        encoding = codec.encode(texts, body.add_special_tokens is not False)
+        prompts = await (unless_gone(http, encoding) if codec.is_long(texts) else encoding)
     else:
         cuts = body.truncate_prompt_tokens is not None
         prompts = [_check_ids(one, limits, cuts) for one in spelled]
     if not all(prompts):
         raise InvalidRequest("`prompt` is empty.", "prompt")
+    if body.truncate_prompt_tokens is None:
+        return prompts
     return [truncated(one, body, limits.max_model_len) for one in prompts]
 
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import TypeVar
 
+from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.request import SamplingParams, StructuredOutput
 from kunserve.core.tokens import TokenIds
@@ -39,36 +40,22 @@ def derive_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "big") & SEED_MASK
 
 
-def remaining_tokens(
-    max_model_len: int, num_prompt_tokens: int, asked: int | None, default: int | None
-) -> int:
-    """``max_tokens`` of a prompt. ``default`` None means all that remains.
-
-    Raises PromptTooLong when prompt and answer together cannot fit.
-    """
-    remains = max_model_len - num_prompt_tokens
-    if remains < 1:
-        raise too_long(max_model_len, str(num_prompt_tokens), None if asked is None else asked)
-    if asked is None:
-        return remains if default is None else min(default, remains)
-    if asked > remains:
-        raise too_long(max_model_len, str(num_prompt_tokens), asked)
-    return asked
-
-
 def resolve_sampling(
     body: GenerationBody,
     defaults: SamplingDefaults,
-    vocab_size: int,
-    max_tokens: Sequence[int],
+    limits: ServingLimits,
+    num_prompt_tokens: Sequence[int],
     seeds: SeedSource,
     bad_words: tuple[tuple[int, ...], ...] = (),
     structured: StructuredOutput | None = None,
 ) -> list[SamplingParams]:
-    """The parameters of every completion: ``n`` for each prompt, whose ``max_tokens`` is given.
+    """The parameters of every completion: ``n`` for each prompt, of these lengths.
 
-    ``bad_words`` are the client's, as tokens. ``structured`` has been tried.
+    ``bad_words`` are the client's, as tokens. ``structured`` has been tried. Raises PromptTooLong
+    when a prompt and its answer together cannot fit, and InvalidRequest.
     """
+    vocab_size, most = limits.vocab_size, limits.max_model_len
+    max_tokens = [_max_tokens(body, defaults, most, num) for num in num_prompt_tokens]
     temperature = _first(body.temperature, defaults.temperature, 1.0)
     top_p = _first(body.top_p, defaults.top_p, 1.0)
     top_k = _top_k(_first(body.top_k, defaults.top_k, 0), vocab_size)
@@ -111,9 +98,26 @@ def resolve_sampling(
     completions: list[SamplingParams] = []
     for length in max_tokens:
         seed = seeds.draw() if body.seed is None else body.seed
-        choices = range(body.n or 1)
-        completions += [resolved(length, derive_seed(seed, choice)) for choice in choices]
+        completions += [resolved(length, derive_seed(seed, i)) for i in range(body.n or 1)]
     return completions
+
+
+def _max_tokens(
+    body: GenerationBody, defaults: SamplingDefaults, max_model_len: int, num_prompt_tokens: int
+) -> int:
+    """How long the completion of a prompt may be; all that remains where nobody says it."""
+    default, asked = body.default_tokens, body.asked_tokens
+    if defaults.max_new_tokens is not None:
+        default = min(defaults.max_new_tokens, default or 1 << 62)
+    if asked is not None:
+        # The engine makes one token at least, which is not shown where none is asked for.
+        asked = max(1, asked)
+    remains = max_model_len - num_prompt_tokens
+    if remains < (asked or 1):
+        raise too_long(max_model_len, str(num_prompt_tokens), asked if remains > 0 else None)
+    if asked is None:
+        return remains if default is None else min(default, remains)
+    return asked
 
 
 def _first(asked: Number | None, recommended: Number | None, neutral: Number) -> Number:

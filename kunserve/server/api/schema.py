@@ -123,6 +123,8 @@ class GenerationBody(BaseModel):
     truncation_side: Literal["left", "right"] | None = None
     """Where a longer prompt is cut: at its beginning, unless told."""
     return_token_ids: bool | None = None
+    priority: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    """With ``--scheduling-policy priority``: lower ones are served first. 0 unless told."""
     user: str | None = None
 
     @property
@@ -233,51 +235,13 @@ class DetokenizeBody(BaseModel):
     tokens: list[int]
 
 
-class DropBody(BaseModel):
-    """POST /kunserve/drop: how many bytes to free, one merge if not given."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    bytes: int | None = Field(None, ge=1, le=INT64_MAX)
-
-
-class EmptyBody(BaseModel):
-    """POST /kunserve/restore, /kunserve/pause and /kunserve/resume."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class KillBody(BaseModel):
-    """POST /kunserve/kill."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    instance_id: int = Field(ge=0, le=INT64_MAX)
-
-
-class ScaleBody(BaseModel):
-    """POST /kunserve/scale."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    num_instances: int = Field(ge=1, le=INT64_MAX)
-
-
 Body = TypeVar("Body", bound=BaseModel)
 MAX_NAME_CHARS = 100
 """Of a field's name in an error message, because clients choose keys of objects."""
 
 
-def parse_body(shape: type[Body], raw: bytes) -> Body:
-    """The body as a ``shape``, or InvalidRequest naming the first field at fault."""
-    try:
-        return shape.model_validate_json(raw)
-    except ValidationError as error:
-        raise invalid_field(error) from None
-
-
 def parsed_fields(shape: type[Body], fields: dict[str, Any]) -> Body:
-    """The same for fields that come from Python."""
+    """Fields that come from Python, or InvalidRequest naming the first one at fault."""
     try:
         return shape.model_validate(fields)
     except ValidationError as error:

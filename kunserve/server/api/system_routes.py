@@ -46,6 +46,8 @@ class SystemRoutes:
         reason = None
         if self._front.draining:
             reason = "draining"
+        elif self._front.is_paused:
+            reason = "paused"
         elif not engine.is_healthy():
             reason = "unhealthy"
         elif not engine.is_progressing():

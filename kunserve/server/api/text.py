@@ -1,6 +1,5 @@
 """Prompts to token ids and back, over a Hugging Face fast tokenizer."""
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -92,15 +91,18 @@ class TextCodec:
         if longest > self._max_chars:
             at_least = longest * self._max_model_len // self._max_chars
             raise too_long(self._max_model_len, f"at least {at_least}", None)
-        num_chars = sum(map(len, texts))
-        if num_chars <= self.threads.inline_chars:
+        if not self.is_long(texts):
             return self._encode(texts, add_special_tokens)
         encoded: list[list[int]] = []
-        with self.threads.room(num_chars):
+        with self.threads.room(sum(map(len, texts))):
             # In pieces, because between them other requests have their turn.
             for batch in _batches(texts, self.threads.inline_chars):
                 encoded += await self.threads.call(self._encode, batch, add_special_tokens)
         return encoded
+
+    def is_long(self, texts: Sequence[str]) -> bool:
+        """Whether encoding them together takes threads, so that it is waited for."""
+        return sum(map(len, texts)) > self.threads.inline_chars
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         for text in texts:
@@ -124,12 +126,6 @@ class TextCodec:
             ) from error
         assert isinstance(text, str), type(text)
         return text
-
-    def _try_template(self) -> None:
-        try:
-            self._render([{"role": "user", "content": ""}], {})
-        except TemplateSyntaxError as error:
-            raise ConfigError(f"--chat-template, line {error.lineno}: {error.message}") from None
 
     def _render(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> Any:
         return self._template_owner.apply_chat_template(
@@ -163,25 +159,6 @@ class TextCodec:
         """The token that is this text; None if there is none."""
         return self._tokenizer.token_to_id(text)
 
-    def check_template(self, is_given: bool, needs_tools: bool) -> None:
-        """Raise ConfigError for a chat template that leaves out tools where they are needed.
-
-        And for one that cannot be read, if it was given for this server.
-        """
-        template = self._template_owner.chat_template
-        if template is None:
-            return
-        if is_given:
-            with contextlib.suppress(*_TEMPLATE_FAILURES):
-                self._try_template()
-        templates = template.values() if isinstance(template, dict) else [template]
-        if needs_tools and not any("tools" in str(one) for one in templates):
-            raise ConfigError(
-                "--enable-auto-tool-choice: this model's chat template does not tell the model of "
-                "tools, so it would never call one. Give a template that does; for models of "
-                "ChatML there is --chat-template chatml_tools (docs/tools.md)"
-            )
-
     @property
     def vocabulary(self) -> tuple[str, tuple[int, ...]]:
         """The tokenizer's text, and the tokens that end a reply.
@@ -203,6 +180,30 @@ class TextCodec:
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own spelling of each token."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+
+def check_template(tokenizer: FastTokenizer, is_given: bool, needs_tools: bool) -> None:
+    """Raise ConfigError for a chat template that leaves out tools where they are needed.
+
+    And for one that cannot be read, if it was given for this server.
+    """
+    template = tokenizer.chat_template
+    if template is None:
+        return
+    if is_given:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"--chat-template, line {error.lineno}: {error.message}") from None
+        except _TEMPLATE_FAILURES:
+            pass  # it was not written for this message
+    templates = template.values() if isinstance(template, dict) else [template]
+    if needs_tools and not any("tools" in str(one) for one in templates):
+        raise ConfigError(
+            "--enable-auto-tool-choice: this model's chat template does not tell the model of "
+            "tools, so it would never call one. Give a template that does; for models of "
+            "ChatML there is --chat-template chatml_tools (docs/tools.md)"
+        )
 
 
 def _check_text(text: str) -> None:

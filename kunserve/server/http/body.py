@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from kunserve.core.errors import InvalidRequest
-from kunserve.server.api.schema import parse_body
+from kunserve.server.api.schema import invalid_field
 from kunserve.server.http.errors import BodyTooLarge, BodyTooSlow, TooManyBodies
 from kunserve.server.http.limits import FrontLimits
 
@@ -35,7 +35,10 @@ class BodyReader:
         raw = await self._receive(http) or default
         if raw.count(b",") > self._max_values:
             raise InvalidRequest(f"The request body may hold at most {self._max_values} values.")
-        return parse_body(shape, raw)
+        try:
+            return shape.model_validate_json(raw)
+        except ValidationError as error:
+            raise invalid_field(error) from None
 
     async def _receive(self, http: HttpRequest) -> bytes:
         """The whole body.

@@ -1,9 +1,9 @@
-"""One path for each endpoint: without the proxy's prefix, and without a slash at its end."""
+"""One path for each endpoint, and what is said of a path that is not there."""
 
+import difflib
 from collections.abc import Sequence
 
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kunserve.server.api.unsupported import OTHER_ENDPOINTS
 
@@ -18,32 +18,16 @@ def unknown_path(path: str, routes: Sequence[BaseRoute]) -> str:
         return f"{path} is not served here: {reason}"
     known = {route.path for route in routes if isinstance(route, Route)}
     near = (f"/v1{path}", path.replace("/v1/v1/", "/v1/", 1))
-    found = next((one for one in near if one != path and one in known), None)
+    alike = difflib.get_close_matches(path[:100], known, n=1, cutoff=0.9)
+    found = next((one for one in (*near, *alike) if one != path and one in known), None)
     hint = f" Did you mean {found}?" if found else ""
     return f"There is no {path[:100]!a} on this server.{hint}"
 
 
-class PathMiddleware:
-    """Pure ASGI middleware, outermost: the guards behind it see the path that is served.
-
-    The prefix is taken away if it is there: some proxies do it themselves.
-    """
-
-    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
-        self._app = app
-        self._prefix = root_path.rstrip("/")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See the module."""
-        if scope["type"] == "http":
-            path = self._plain(scope["path"])
-            if path != scope["path"]:
-                scope = {**scope, "path": path}
-        await self._app(scope, receive, send)
-
-    def _plain(self, path: str) -> str:
-        if self._prefix and f"{path}/".startswith(f"{self._prefix}/"):
-            path = path[len(self._prefix) :] or "/"
-        if path.endswith("/") and path != PAGE_WITH_SLASH:
-            path = path.rstrip("/") or "/"
-        return path
+def plain_path(path: str, prefix: str) -> str:
+    """Without the proxy's prefix, if it is there, and without a slash at the end."""
+    if prefix and f"{path}/".startswith(f"{prefix}/"):
+        path = path[len(prefix) :] or "/"
+    if path.endswith("/") and path != PAGE_WITH_SLASH:
+        path = path.rstrip("/") or "/"
+    return path

@@ -3,7 +3,7 @@
 A browser lets any page send a simple POST to any address, and a page can give its own name an
 address on this machine (DNS rebinding). It cannot choose ``Origin`` or ``Host``, and it may send
 JSON only after a preflight, which this server refuses for every path below ``/kunserve``, whatever
-``--allowed-origins`` says (``cors``).
+``--allowed-origins`` says (``middleware``).
 """
 
 import ipaddress

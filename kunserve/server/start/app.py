@@ -1,6 +1,5 @@
 """``create_app``: the routes of one front."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -13,22 +12,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kunserve.cluster.api import EngineClient
-from kunserve.core.config import ChatConfig, KunServeConfig
+from kunserve.cluster.driver.background import Background
+from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import KunServeError
 from kunserve.core.extras import every_extra
 from kunserve.model.generation_config import SamplingDefaults
-from kunserve.server.api.admin_routes import AdminRoutes
 from kunserve.server.api.chat_format import template_defaults
 from kunserve.server.api.front import Front
 from kunserve.server.api.openai_routes import OpenAIRoutes
 from kunserve.server.api.system_routes import SystemRoutes
 from kunserve.server.api.text import FastTokenizer, TextCodec
-from kunserve.server.http.cors import PageMiddleware
-from kunserve.server.http.errors import EffectMissing, error_answer
+from kunserve.server.http.errors import EffectMissing
 from kunserve.server.http.limits import FrontLimits
 from kunserve.server.http.middleware import ANSWER_ID, FrontMiddleware
-from kunserve.server.http.paths import PathMiddleware, unknown_path
-from kunserve.server.http.web_guard import is_loopback
+from kunserve.server.http.paths import unknown_path
 from kunserve.server.telemetry.accounts import Accounts
 from kunserve.server.telemetry.request_life import Tracer
 from kunserve.server.telemetry.stats_log import StatsLog
@@ -50,7 +47,13 @@ def create_app(
     """
     limits = limits or FrontLimits()
     server = config.server
-    codec = _text_codec(engine, tokenizer, config.chat, limits)
+    codec = TextCodec(
+        tokenizer,
+        engine.limits.max_model_len,
+        limits.inline_chars,
+        limits.max_waiting_chars,
+        template_defaults(config.chat),
+    )
     observers = [] if tracer is None else [tracer.observer(engine, model_name)]
     front = Front(
         engine,
@@ -66,13 +69,7 @@ def create_app(
     app = Starlette(
         routes=_routes(front),
         middleware=[
-            Middleware(PathMiddleware, root_path=server.root_path),
-            *([Middleware(PageMiddleware, server)] if server.allowed_origins else ()),
-            Middleware(
-                FrontMiddleware,
-                keys=front.keys,
-                only_this_host=server.has_open_admin and is_loopback(server.host),
-            ),
+            Middleware(FrontMiddleware, server, front.keys, front.error_answer),
             *([] if tracer is None else [Middleware(tracer.wrap)]),
         ],
         exception_handlers={
@@ -94,51 +91,35 @@ def _lifespan_of(
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
-        background = []
+        background = Background()
         if samples:
-            background = [
-                asyncio.create_task(front.sampler.run()),
-                asyncio.create_task(StatsLog(front.metrics.cluster).run()),
-            ]
+            background.run("samples", front.sampler.run())
+            background.run("statistics in the log", StatsLog(front.metrics.cluster).run())
         try:
             yield
         finally:
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await background.close()
             front.codec.threads.close()
             front.forms.close()
 
     return lifespan
 
 
-def _text_codec(
-    engine: EngineClient, tokenizer: FastTokenizer, chat: ChatConfig, limits: FrontLimits
-) -> TextCodec:
-    """Raises ConfigError for a chat template that does not do."""
-    codec = TextCodec(
-        tokenizer,
-        engine.limits.max_model_len,
-        limits.inline_chars,
-        limits.max_waiting_chars,
-        template_defaults(chat),
-    )
-    codec.check_template(chat.chat_template is not None, chat.enable_auto_tool_choice)
-    return codec
-
-
 async def _answer_error(http: HttpRequest, error: Exception) -> Response:
     front: Front = http.app.state.front
     if isinstance(error, HTTPException) and error.status_code == 404:
         error = HTTPException(404, unknown_path(http.scope["path"], http.app.routes))
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        error.detail = f"{http.method} is not allowed here: {http.scope['path']} takes {allowed}."
     front.metrics.refused(error)
     if front.request_log is not None:
         front.request_log.refused(http, http.scope["state"][ANSWER_ID], error)
-    return error_answer(error)
+    return front.error_answer(http.scope["path"], error)
 
 
 def _routes(front: Front) -> list[Route]:
-    system, openai, admin = SystemRoutes(front), OpenAIRoutes(front), AdminRoutes(front)
+    system, openai = SystemRoutes(front), OpenAIRoutes(front)
     get, post = ["GET"], ["POST"]
     return [
         Route("/v1/completions", openai.completions, methods=post),
@@ -157,12 +138,5 @@ def _routes(front: Front) -> list[Route]:
         Route("/readyz", system.ready, methods=get),
         Route("/metrics", system.metrics, methods=get),
         Route("/kunserve/state", system.state, methods=get),
-        Route("/kunserve/drop", admin.drop, methods=post),
-        Route("/kunserve/restore", admin.restore, methods=post),
-        Route("/kunserve/kill", admin.kill, methods=post),
-        Route("/kunserve/scale", admin.scale, methods=post),
-        Route("/kunserve/pause", admin.pause, methods=post),
-        Route("/kunserve/resume", admin.resume, methods=post),
-        Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=post),
         *(route for routes in every_extra("routes") for route in routes(front, openai)),
     ]

@@ -13,8 +13,10 @@ import click
 
 from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError, KunServeError
+from kunserve.core.extras import extra_names
 from kunserve.engine.torch.cuda.cards import auto_device
-from kunserve.server.api.parsers.names import REASONING_PARSERS, TOOL_PARSERS
+from kunserve.server.api.parsers.reasoning import REASONING_PARSERS
+from kunserve.server.api.parsers.tool_parser import TOOL_PARSERS
 from kunserve.server.start.flags.config_file import read_config_file
 from kunserve.server.start.flags.declared import declared_flags
 from kunserve.server.start.flags.environment import set_variables, unknown_variables
@@ -59,7 +61,7 @@ CONFIG_FLAG = ServeFlag(
     help="YAML file with flags as keys, as vLLM's.",
 )
 PARSERS = {
-    "tool_call_parser": sorted(TOOL_PARSERS),
+    "tool_call_parser": extra_names(TOOL_PARSERS),
     "reasoning_parser": sorted(REASONING_PARSERS),
 }
 

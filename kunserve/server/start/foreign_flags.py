@@ -8,7 +8,7 @@ import click
 
 _ONE_MODEL = "KunServe serves the model as it is"
 _NOT_THERE = "KunServe does not do this"
-_NO_CODE = "no code of others is loaded; the parsers are in kunserve/server/api/parsers"
+_NO_CODE = "packages bring parsers by entry points of the group kunserve.tool_parsers"
 
 FLAGS = {
     "--model": "give the model as the first argument: kunserve serve MODEL",
@@ -17,13 +17,13 @@ FLAGS = {
     "--data-parallel-size": "use --num-instances",
     "-dp": "use --num-instances",
     "--num-gpu-blocks-override": "use --kv-cache-memory-bytes",
+    "--kv-events-config": "use --kv-events-endpoint",
     "--swap-space": "use --overload-policy swap",
     "--cpu-offload-gb": _NOT_THERE,
     "--compilation-config": "see --enforce-eager",
     "--distributed-executor-backend": "see --cluster",
     "--data-parallel-backend": "see --cluster",
     "--data-parallel-address": "see --ray-address",
-    "--scheduling-policy": "who comes first is served first, so leave the flag out",
     "--enable-chunked-prefill": "prompts are always cut into chunks, so leave the flag out",
     "--no-enable-chunked-prefill": "prompts are always cut into chunks",
     "--kv-cache-dtype": "KV has the type of the weights; see --dtype",

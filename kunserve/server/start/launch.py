@@ -1,6 +1,7 @@
 """Starts the instances and the front, and tells people what they have."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -15,7 +16,7 @@ from kunserve.cluster.api import EngineClient
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.cluster.processes.launch import Launcher
 from kunserve.core.config import KunServeConfig
-from kunserve.core.errors import ConfigError
+from kunserve.core.errors import ConfigError, KunServeError
 from kunserve.core.extras import find_extra
 from kunserve.core.messages import Ready
 from kunserve.engine.cpu.kernels.build import find_or_build
@@ -23,12 +24,11 @@ from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
 from kunserve.model.quantization import kept_quantization
 from kunserve.model.source import resolve_model
-from kunserve.server.api.chat_templates import read_chat_template
 from kunserve.server.http.api_keys import ApiKeys
 from kunserve.server.http.tls import check_certificates
 from kunserve.server.start.app import create_app
 from kunserve.server.start.launch_parts import load_tokenizer, tracer_of
-from kunserve.server.start.plan import make_plan
+from kunserve.server.start.plan import idle_cores, make_plan
 from kunserve.server.start.serve import serve
 
 logger = logging.getLogger("kunserve.server")
@@ -54,7 +54,6 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
 
     ``run_folder`` is where they outlive this process, see ``LocalCluster.start``.
     """
-    template = config.chat.chat_template and read_chat_template(config.chat.chat_template)
     source = resolve_model(config.model.model, config.model.load_format)
     spec = read_spec(source, config.model.dtype)
     defaults = SamplingDefaults()
@@ -77,23 +76,30 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
         num_ranks,
         max(num_ranks, config.instance.num_threads),
     )
+    hint = idle_cores(config, len(os.sched_getaffinity(0)))
+    if hint is not None:
+        logger.info("%s", hint)
     # Here, because every instance would compile them otherwise.
     logger.info("kernels file=%s", (await asyncio.to_thread(find_or_build)).name)
-    tokenizer_loading = asyncio.create_task(
-        asyncio.to_thread(load_tokenizer, source, config.model.tokenizer, template)
-    )
-    cluster = await LocalCluster.start(
-        plan,
-        vocab_size=spec.vocab_size,
-        launcher=launcher,
-        run_folder=run_folder,
-        on_ready=_log_ready,
+    starting = asyncio.create_task(
+        LocalCluster.start(
+            plan,
+            vocab_size=spec.vocab_size,
+            launcher=launcher,
+            run_folder=run_folder,
+            on_ready=_log_ready,
+        )
     )
     try:
-        return Launched(cluster, await tokenizer_loading, defaults, config)
-    except BaseException:
-        await cluster.close()
+        cluster, tokenizer = await asyncio.gather(
+            starting, asyncio.to_thread(load_tokenizer, source, config)
+        )
+    except BaseException:  # before the weights are loaded, if it is the tokenizer
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, KunServeError):
+            await (await starting).close()
         raise
+    return Launched(cluster, tokenizer, defaults, config)
 
 
 async def run_server(config: KunServeConfig) -> None:

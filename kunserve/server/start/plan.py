@@ -41,6 +41,17 @@ def make_plan(
     return Plan(config, Measured(cost, find_swap(config, share), ring, share))
 
 
+def idle_cores(config: KunServeConfig, num_cores: int) -> str | None:
+    """What to set where most cores of a machine without GPUs would do nothing."""
+    instance, num = config.instance, config.cluster.num_instances
+    used = num * max(instance.tensor_parallel_size, instance.num_threads)
+    if instance.device != "cpu" or config.cluster.launcher != "local" or 2 * used > num_cores:
+        return None
+    return (
+        f"{used} of {num_cores} cores compute: --num-threads {num_cores // num} would use them all"
+    )
+
+
 def find_ring(config: KunServeConfig, spec: ModelSpec) -> KvRing | None:
     """The ring for KV of layers with a window, if one is wanted.
 

@@ -16,6 +16,7 @@ from kunserve.server.telemetry import (
     stage_metrics,
     transition_metrics,
 )
+from kunserve.server.telemetry.block_rows import BLOCK_ROWS
 from kunserve.server.telemetry.cluster_rows import (
     CLUSTER_ROWS,
     GROUP_ROWS,
@@ -25,15 +26,15 @@ from kunserve.server.telemetry.cluster_rows import (
     Look,
 )
 from kunserve.server.telemetry.metric_row import Row, metrics_of
+from kunserve.server.telemetry.pod_rows import POD_ROWS
 from kunserve.server.telemetry.process_metrics import ProcessMetrics
 from kunserve.server.telemetry.queueing_avoided import DroppedTime, QueueingAvoided
 from kunserve.server.telemetry.stage_metrics import StageMetrics
 from kunserve.server.telemetry.transition_metrics import TransitionMetrics
 
+_LOOKED_AT = (*GROUP_ROWS, *POD_ROWS, *INSTANCE_ROWS, *BLOCK_ROWS, *CLUSTER_ROWS)
 ROWS: tuple[Row[Any], ...] = (
-    *GROUP_ROWS,
-    *INSTANCE_ROWS,
-    *CLUSTER_ROWS,
+    *_LOOKED_AT,
     *transition_metrics.ROWS,
     *OVERLOAD_ROWS,
     *HOST_MEMORY_ROWS,
@@ -76,7 +77,7 @@ class ClusterMetrics(Collector):
         look = Look(self._state, vitals)
         self._processes.look(dict(vitals.pids))
         return chain(
-            metrics_of((*GROUP_ROWS, *INSTANCE_ROWS, *CLUSTER_ROWS), look, model),
+            metrics_of(_LOOKED_AT, look, model),
             metrics_of(transition_metrics.ROWS, self._transitions, model),
             metrics_of((*OVERLOAD_ROWS, *HOST_MEMORY_ROWS), look, model),
             metrics_of(queueing_avoided.AVOIDED_ROWS, self.avoided, model),

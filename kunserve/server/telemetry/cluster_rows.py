@@ -23,6 +23,11 @@ class Look:
     state: ClusterState
     vitals: Vitals
 
+    @property
+    def loads(self) -> list[LoadReport]:
+        """Of the groups that have reported."""
+        return [load for _, load in self.state.loads_by_group() if load is not None]
+
 
 def _of_group(name: str, meaning: str, value: Callable[[LoadReport], float]) -> Row[Look]:
     """A gauge of every group that has reported, by its leader."""
@@ -34,7 +39,7 @@ def _by_leader(look: Look, value: Callable[[LoadReport], float]) -> dict[tuple[s
     return {(str(group.leader),): value(load) for group, load in loads if load is not None}
 
 
-def _of_instance(
+def of_instance(
     make: Callable[..., Row[Look]],
     name: str,
     meaning: str,
@@ -56,7 +61,7 @@ def _of_instance(
 
 def _counted(name: str, meaning: str, value: Callable[[LeaderTotals], float]) -> Row[Look]:
     """What every instance has counted as a leader."""
-    return _of_instance(counter, name, meaning, lambda one: value(one.totals))
+    return of_instance(counter, name, meaning, lambda one: value(one.totals))
 
 
 def _observed(
@@ -70,7 +75,8 @@ def _observed(
     return make(name, f"Under the policy `observe`: {meaning}", samples)
 
 
-def _waiting(look: Look) -> dict[tuple[str, ...], float]:
+def waiting_of(look: Look) -> dict[tuple[str, ...], float]:
+    """Requests that wait, by the engine that has them."""
     unplaced = look.state.num_unplaced
     nowhere: dict[tuple[str, ...], float] = {(NO_ENGINE,): unplaced} if unplaced else {}
     return _by_leader(look, lambda load: load.num_waiting) | nowhere
@@ -157,13 +163,13 @@ GROUP_ROWS: tuple[Row[Look], ...] = (
     gauge(
         "vllm:num_requests_waiting",
         "Requests waiting to run; `engine` is `none` for those that no engine has.",
-        _waiting,
+        waiting_of,
         "engine",
     ),
     gauge(
         "vllm:num_requests_waiting_by_reason",
         "The same; the reason is always `capacity`.",
-        lambda look: {(*engine, CAPACITY): number for engine, number in _waiting(look).items()},
+        lambda look: {(*engine, CAPACITY): number for engine, number in waiting_of(look).items()},
         "engine",
         "reason",
     ),
@@ -210,34 +216,34 @@ INSTANCE_ROWS: tuple[Row[Look], ...] = (
         "Tokens of KV thrown away by preemptions.",
         lambda done: done.lost_tokens,
     ),
-    _of_instance(
+    of_instance(
         gauge, "kunserve:instance_alive", "1 while the instance lives.", lambda one: one.alive
     ),
-    _of_instance(
+    of_instance(
         gauge,
         "kunserve:instance_ranks",
         "Processes of the instance (`--tensor-parallel-size`).",
         lambda one: one.spec.tensor_parallel_size,
     ),
-    _of_instance(
+    of_instance(
         gauge,
         "kunserve:dropped_layers",
         "Layers whose weights are dropped.",
         lambda one: one.spec.num_layers - one.held.num_layers,
     ),
-    _of_instance(
+    of_instance(
         gauge,
         "kunserve:dropped_bytes",
         "Weight bytes that serve as KV memory.",
         lambda one: one.dropped_bytes,
     ),
-    _of_instance(
+    of_instance(
         histogram,
         "vllm:iteration_tokens_total",
         "Tokens of a step: prompt tokens computed, and tokens made.",
         _steps,
     ),
-    _of_instance(
+    of_instance(
         gauge,
         "kunserve:memory_bytes",
         "The instance's memory, by part: `weights`, `kv`, and `freed`, which is KV memory that was "
@@ -245,13 +251,13 @@ INSTANCE_ROWS: tuple[Row[Look], ...] = (
         _memory_parts,
         "part",
     ),
-    _of_instance(
+    of_instance(
         gauge,
         "kunserve:kv_undropped_blocks",
         "KV blocks of the instance when it holds all layers.",
         lambda one: _undropped_blocks(one) if one.alive else {},
     ),
-    _of_instance(
+    of_instance(
         gauge,
         "vllm:cache_config_info",
         "Always 1; the labels tell of the KV memory when nothing is dropped.",
@@ -292,6 +298,11 @@ CLUSTER_ROWS: tuple[Row[Look], ...] = (
         "kunserve:cut_links",
         "Pairs of instances that did not reach each other lately: no drop merges them for a while.",
         lambda look: len(look.state.cut_links),
+    ),
+    gauge(
+        "kunserve:longest_forming_seconds",
+        "For how long the oldest of the groups that form has formed; 0 while none does.",
+        lambda look: look.state.longest_forming_s,
     ),
     counter(
         "kunserve:requests_moved_total",
@@ -364,7 +375,7 @@ OVERLOAD_ROWS: tuple[Row[Look], ...] = (
     ),
 )
 HOST_MEMORY_ROWS: tuple[Row[Look], ...] = (
-    _of_instance(
+    of_instance(
         counter,
         "kunserve:swapped_bytes_total",
         "KV bytes that the group copied `out` to host memory, and `back`.",
@@ -376,7 +387,7 @@ HOST_MEMORY_ROWS: tuple[Row[Look], ...] = (
         "Running requests whose KV is in host memory, or on its way there or back.",
         lambda load: load.num_away,
     ),
-    _of_instance(
+    of_instance(
         histogram,
         "kunserve:request_pause_seconds",
         "How long a request was away in host memory, swapped or parked. A stay that a change of "

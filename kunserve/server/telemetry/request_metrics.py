@@ -198,6 +198,17 @@ ROWS: tuple[Row[RequestMetrics], ...] = (
         "Prompt tokens of requests that began whose KV was found in the prefix cache.",
         lambda own: own.cached_tokens,
     ),
+    counter(
+        "vllm:prompt_tokens_by_source_total",
+        "Prompt tokens of requests that began, by where their KV is from.",
+        lambda own: {
+            (ALL_ENGINES, "local_compute"): own.prompt_tokens - own.cached_tokens,
+            (ALL_ENGINES, "local_cache_hit"): own.cached_tokens,
+            (ALL_ENGINES, "external_kv_transfer"): 0,
+        },
+        "engine",
+        "source",
+    ),
     _count(
         "vllm:generation_tokens_total",
         "Output tokens delivered to clients.",

@@ -1,7 +1,7 @@
 // One card per group: its pipeline, how full it is, and what it works on.
 
 import { KeyedList, element, setAttribute, setText } from "./elements.js";
-import { bytes, layers, percent, plural } from "./units.js";
+import { bytes, layers, percent, plural, seconds } from "./units.js";
 
 class StageBox {
   constructor() {
@@ -54,13 +54,15 @@ export class GroupCard {
     this.id = id;
   }
 
-  /** `transition` is the one that the group stands in now, if any; `bubbles` may be null. */
-  update({ group, blockBytes, transition, bubbles }) {
+  /** `transition` is the one that the group stands in now, and `formingS` how long it forms, if
+   * any; `bubbles` may be null. */
+  update({ group, blockBytes, transition, formingS, bubbles }) {
     setText(this.size, group.stages.length === 1 ? "whole model" : `pipeline of ${plural(group.stages.length, "stage")}`);
     this.bubbles.hidden = bubbles === null;
     if (bubbles !== null) setText(this.bubbles, `bubbles ${percent(bubbles)}`);
-    this.busy.hidden = !transition;
+    this.busy.hidden = !transition && formingS === undefined;
     if (transition) setText(this.busy, `${transition.kind} under way`);
+    else if (formingS !== undefined) setText(this.busy, `forms for ${seconds.text(formingS)}`);
     this.stages.update(
       group.stages.map((stage, index) => ({ stage, index })),
       ({ stage }) => stage.instance_id,

@@ -1,7 +1,8 @@
 // The past as the charts need it: samples kept in order, summed over groups, cut into bins.
 
 const KEPT_S = 1200;
-const RATE_S = 1;
+/** Rates are over this much of the past, wherever they are shown. Longer than a bin can be. */
+export const RATE_S = 5;
 
 /** How the samples of one bin become one value. */
 const FOLDS = {
@@ -103,7 +104,6 @@ export class History {
    */
   bins(fromS, toS, binS) {
     const bins = [];
-    const rateS = Math.max(RATE_S, binS);
     let rateFrom = 0;
     for (const one of this.rows) {
       const number = Math.floor(one.t_s / binS);
@@ -111,7 +111,7 @@ export class History {
       if (bins.at(-1)?.number !== number) bins.push({ number, t_s: (number + 0.5) * binS });
       const bin = bins.at(-1);
       foldInto(bin, one);
-      while (this.rows[rateFrom].t_s < one.t_s - rateS) rateFrom += 1;
+      while (this.rows[rateFrom].t_s < one.t_s - RATE_S) rateFrom += 1;
       bin.arrivals_per_s = growth(this.rows[rateFrom], one, "arrivals");
       bin.tokens_per_s = growth(this.rows[rateFrom], one, "generation_tokens");
     }

@@ -33,8 +33,8 @@ export class InstanceCard {
     this.strip = element("div", { class: "strip", "aria-hidden": "true" });
     this.amounts = {
       weights: amount("weights", "weights"),
-      used: amount("used", "KV used"),
       free: amount("free", "KV free"),
+      used: amount("used", "KV used"),
       freed: amount("freed", "of the KV, from dropped layers"),
     };
     this.root = element(

@@ -64,10 +64,12 @@ function showCluster(state) {
     ({ instance }) => instance.spec.instance_id,
   );
   const busy = busyGroups(state);
+  const formingS = new Map(state.forming.map((one) => [one.group_id, state.now_s - one.since_s]));
   const shownGroups = state.groups.map((group) => ({
     group,
     blockBytes: blockBytes(state),
     transition: busy.get(group.group_id),
+    formingS: formingS.get(group.group_id),
     bubbles: history.latest.bubbles.get(group.group_id) ?? null,
   }));
   groups.update(

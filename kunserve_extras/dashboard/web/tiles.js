@@ -1,9 +1,8 @@
 // The row of large numbers: how the whole cluster is now.
 
 import { element, setText } from "./elements.js";
-import { NOTHING, bytes, percent, perSecond, plural, requests, seconds } from "./units.js";
-
-const RATE_SPAN_S = 5;
+import { RATE_S } from "./history.js";
+import { NOTHING, bytes, percent, perSecond, plural, requests, seconds, tokensPerSecond } from "./units.js";
 
 /** Refused requests are no arrivals: they show only where there are any. */
 function inAll({ arrivals, refusals }) {
@@ -20,7 +19,7 @@ const TILES = [
   ["TTFT p99", (now) => [seconds.text(now.latest.ttft_p99_s), `p50 ${seconds.text(now.latest.ttft_p50_s)}, n=${requests.text(now.latest.ttft_count)}`]],
   ["TPOT p50", (now) => [seconds.text(now.latest.tpot_p50_s), `p99 ${seconds.text(now.latest.tpot_p99_s)}`]],
   ["Arrivals", (now) => [perSecond.text(now.arrivalRate), inAll(now.latest)]],
-  ["Output tokens", (now) => [perSecond.text(now.tokenRate), `${requests.text(now.latest.generation_tokens)} in all`]],
+  ["Output tokens", (now) => [tokensPerSecond.text(now.tokenRate), `${requests.text(now.latest.generation_tokens)} in all`]],
   ["Drops", (now) => [String(now.state.num_drops), plural(now.state.num_restores, "restore")]],
   ["Wait avoided", (now) => [seconds.text(now.latest.queueing_avoided_s), `${plural(Math.round(now.latest.num_in_freed_memory), "request")} now`]],
 ];
@@ -47,8 +46,8 @@ export class Tiles {
       used: total("used_blocks") * blockBytes,
       demand: total("demand_blocks") * blockBytes,
       capacity: total("capacity_blocks") * blockBytes,
-      arrivalRate: history.rate("arrivals", RATE_SPAN_S),
-      tokenRate: history.rate("generation_tokens", RATE_SPAN_S),
+      arrivalRate: history.rate("arrivals", RATE_S),
+      tokenRate: history.rate("generation_tokens", RATE_S),
     };
     for (const { say, value, below } of this.views) {
       const [large, small] = say(now);

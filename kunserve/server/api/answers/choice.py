@@ -22,6 +22,10 @@ class TextOptions:
     omits_answer: bool = False
     """The client wants its prompt only: what the engine makes of it is not shown."""
 
+    def new_matcher(self) -> StopMatcher | None:
+        """What looks for the stop strings in one text, if there are any."""
+        return None if self.stop is None else StopMatcher(self.stop, self.include_stop)
+
 
 class TokenEntry(NamedTuple):
     """One token with what ``logprobs`` reports of it."""
@@ -48,59 +52,30 @@ class Delta:
     """All new tokens, also those that make no text."""
 
 
+@dataclass(slots=True, eq=False)
 class Choice:
     """Collects one request's tokens, in order and once each, and decides where its text ends."""
 
-    __slots__ = (
-        "_detokenizer",
-        "_entries",
-        "_include_stop",
-        "_matcher",
-        "_num_characters",
-        "_omits_answer",
-        "_pieces",
-        "_prompt_scores",
-        "_reader",
-        "_starts",
-        "_token_ids",
-        "finish_reason",
-        "index",
-        "num_cached_tokens",
-        "num_tokens",
-        "request",
-        "stop_reason",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        request: Request,
-        detokenizer: Detokenizer,
-        options: TextOptions,
-        reader: MessageReader | None = None,
-    ) -> None:
-        """``reader`` finds reasoning and calls of tools in the text; without one all is content."""
-        self.index = index
-        self.request = request
-        self._detokenizer = detokenizer
-        self._matcher = (
-            None if options.stop is None else StopMatcher(options.stop, options.include_stop)
-        )
-        self._reader = reader
-        self._include_stop = options.include_stop
-        self._omits_answer = options.omits_answer
-        self._starts = False
-        self._prompt_scores: tuple[PromptScores, ...] = ()
-        self._pieces: list[str] = []
-        self._entries: list[TokenEntry] = []
-        self._token_ids: list[int] = []
-        self._num_characters = 0
-        self.num_tokens = 0
-        self.num_cached_tokens = 0
-        """Of the prompt: their KV was found."""
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None
-        """The stop string or stop token that ended it; None for the model's own end."""
+    index: int
+    request: Request
+    _detokenizer: Detokenizer
+    _options: TextOptions
+    _matcher: StopMatcher | None
+    """Of ``_options``: each text needs one of its own."""
+    _reader: MessageReader | None = None
+    """Finds reasoning and calls of tools in the text; without one all is content."""
+    _starts: bool = False
+    _prompt_scores: tuple[PromptScores, ...] = ()
+    _pieces: list[str] = field(default_factory=list)
+    _entries: list[TokenEntry] = field(default_factory=list)
+    _token_ids: list[int] = field(default_factory=list)
+    _num_characters: int = 0
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Of the prompt: their KV was found."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended it; None for the model's own end."""
 
     @property
     def ended_by_text(self) -> bool:
@@ -122,7 +97,7 @@ class Choice:
 
     @property
     def num_unread(self) -> int:
-        """Characters that the next ``take`` has to read."""
+        """Characters that the next ``drain`` has to read."""
         return 0 if self._reader is None else sum(map(len, self._pieces))
 
     def new_call_id(self) -> str:
@@ -141,14 +116,14 @@ class Choice:
                 self._starts = True
                 self._prompt_scores = output.prompt_scores
                 self.num_cached_tokens = output.num_cached_tokens
-            if self._omits_answer:
+            if self._options.omits_answer:
                 self.finish_reason = FinishReason.LENGTH
                 return
             self._take_token(token_id, output)
         if self.finish_reason is None and output.finish_reason is not None:
             self._finish(output.finish_reason, token_id)
 
-    def take(self) -> Delta:
+    def drain(self) -> Delta:
         """Everything new since the last call."""
         pieces, entries = self._pieces, self._entries
         text = "".join(pieces)
@@ -167,7 +142,7 @@ class Choice:
         self._token_ids.append(token_id)
         if output.logprobs is not None:
             self._entries.append(TokenEntry(token_id, output.logprobs, self._num_characters))
-        if output.finish_reason is FinishReason.STOP and not self._include_stop:
+        if output.finish_reason is FinishReason.STOP and not self._options.include_stop:
             return  # the stop token itself is no part of the text
         self._add_text(self._detokenizer.push(token_id))
 

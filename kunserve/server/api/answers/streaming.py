@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -23,7 +24,7 @@ from kunserve.server.api.answers.wire import (
 )
 from kunserve.server.api.front import Front
 from kunserve.server.api.generation import ClientGone, EngineFailed, Generation, Interrupted
-from kunserve.server.http.errors import error_answer, error_object
+from kunserve.server.http.errors import error_object
 
 logger = logging.getLogger("kunserve.server")
 
@@ -46,14 +47,16 @@ def _chunks(
     return b"".join([streams[choice.index].chunk(choice, delta) for choice, delta in news])
 
 
-class GenerationAnswer(Response):
-    """Runs a started generation and answers with it; a disconnect aborts it at once."""
+@dataclass(eq=False)
+class GenerationAnswer:
+    """Runs a started generation and answers with it; a disconnect aborts it at once.
 
-    def __init__(self, front: Front, generation: Generation, envelope: Envelope) -> None:
-        super().__init__()
-        self._front = front
-        self._generation = generation
-        self._envelope = envelope
+    An ASGI application, as Starlette's responses are.
+    """
+
+    _front: Front
+    _generation: Generation
+    _envelope: Envelope
 
     def usage(self) -> dict[str, Any]:
         """The ``usage`` object as of now."""
@@ -102,27 +105,24 @@ class WholeAnswer(GenerationAnswer):
             while await self._generation.advance():
                 pass
         except (EngineFailed, Interrupted) as error:
-            await error_answer(error)(scope, receive, send)
+            await self._front.error_answer(scope["path"], error)(scope, receive, send)
             return
-        choices = self._generation.choices
-
-        def write() -> bytes:
-            deltas = [choice.take() for choice in choices]
-            return whole_answer(self._envelope, choices, deltas, self.usage())
-
-        num_read = sum(choice.num_unread for choice in choices)
-        body = await self.written(write, num_read)
+        num_read = sum(choice.num_unread for choice in self._generation.choices)
+        body = await self.written(self.write, num_read)
         await Response(body, media_type="application/json")(scope, receive, send)
 
+    def write(self) -> bytes:
+        """The object. Called once, in a thread if it is long."""
+        choices = self._generation.choices
+        deltas = [choice.drain() for choice in choices]
+        return whole_answer(self._envelope, choices, deltas, self.usage())
 
+
+@dataclass(eq=False)
 class StreamedAnswer(GenerationAnswer):
     """Server-sent events: a chunk per choice for all the tokens that came together."""
 
-    def __init__(
-        self, front: Front, generation: Generation, envelope: Envelope, usage: UsageIn
-    ) -> None:
-        super().__init__(front, generation, envelope)
-        self._usage_in = usage
+    _usage_in: UsageIn
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``GenerationAnswer``."""
@@ -141,7 +141,7 @@ class StreamedAnswer(GenerationAnswer):
         ]
         try:
             while moved := await generation.advance():
-                news = [(choice, choice.take()) for choice in moved]
+                news = [(choice, choice.drain()) for choice in moved]
                 if any(delta.prompt_scores for _, delta in news):
                     body = await self.written(functools.partial(_chunks, streams, news))
                 else:

@@ -50,3 +50,5 @@ class ReasoningParser:
 
 THINK = ReasoningParser("<think>", "</think>")
 R1 = ReasoningParser("<think>", "</think>", always=True)
+REASONING_PARSERS: dict[str, ReasoningParser] = {"deepseek_r1": R1, "qwen3": THINK}
+"""By vLLM's names."""

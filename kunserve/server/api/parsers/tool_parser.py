@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 from kunserve.server.api.parsers.message import MessageWriter
 from kunserve.server.api.parsers.tape import Reading, Tape
 
+TOOL_PARSERS = "tool_parsers"
+"""The seam where formats of calls come in, one ``ToolParser`` by each name."""
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the parameters of a request's tools, by name."""
 

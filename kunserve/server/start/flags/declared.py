@@ -39,6 +39,18 @@ def declared_flags(choices: Mapping[str, Sequence[str]]) -> list[ServeFlag]:
     return flags
 
 
+def setting(part: Any, name: str, **changes: Any) -> dict[str, Any]:
+    """What click is told where another command has a setting too: its type, default and help.
+
+    ``changes`` are what is not the same there.
+    """
+    (field,) = (one for one in fields(part) if one.name == name)
+    kind, said = get_args(field.type)
+    attributes = _attributes(name, kind, field.default, said, said.choices)
+    same: dict[str, Any] = {x: attributes[x] for x in ("type", "default") if x in attributes}
+    return {**same, "help": _helps(part)[name], **changes}
+
+
 def _flags(part: Any, choices: Mapping[str, Sequence[str]]) -> Iterator[tuple[Flag, ServeFlag]]:
     helps = _helps(part)
     for field in fields(part):

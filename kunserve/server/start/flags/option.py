@@ -19,20 +19,21 @@ from kunserve.server.start.flags.grouped import GroupedOption
 PREFIX = "KUNSERVE_"
 _KUBERNETES = re.compile(r"(tcp|udp|sctp)://")
 """What Kubernetes writes into ``X_PORT`` of every pod beside a service that is named ``x``."""
-_SIZES = {"": 1, "b": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}
+_POWERS = ("", "k", "m", "g", "t")
 
 
 class ByteSize(click.ParamType[int]):
-    """A number of bytes with an optional unit: ``800MiB``, ``1.5g``, ``1073741824``."""
+    """A number of bytes with an optional unit: ``800MiB``, ``1.5g`` (GiB), ``600MB`` (decimal)."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Bytes, or a usage error that says what is accepted."""
-        match = re.fullmatch(r"\s*([\d.]+)\s*([bkmgt]?)(i?b)?\s*", str(value).lower())
+        match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?b)?\s*", str(value).lower())
         if match is None or match[1].count(".") > 1 or match[1] == ".":
             self.fail(f"{value!r} is no size; write for example 800MiB or 1.5GiB", param, ctx)
-        size_bytes = int(float(match[1]) * _SIZES[match[2]])
+        base = 1000 if match[3] == "b" else 1024
+        size_bytes = int(float(match[1]) * base ** _POWERS.index(match[2]))
         if match[2] == "" and match[3] is None and size_bytes < MIB:
             self.fail(f"{value} bytes are too few; write {value}MiB if you mean that", param, ctx)
         return size_bytes

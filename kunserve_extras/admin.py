@@ -7,15 +7,18 @@ import logging
 import time
 from collections.abc import Callable
 
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.routing import Route
 
 from kunserve.control.cluster.scaling import NOT_STARTED, REFUSED_HOLD_S
 from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import InstanceId
 from kunserve.core.snapshots import ClusterState
 from kunserve.server.api.front import Front
-from kunserve.server.api.schema import DropBody, EmptyBody, KillBody, ScaleBody
+from kunserve.server.api.openai_routes import OpenAIRoutes
+from kunserve.server.api.schema import INT64_MAX
 from kunserve.server.http.errors import Conflict, EffectMissing, Forbidden, TryLater, json_answer
 from kunserve.server.http.web_guard import check_origin, check_page
 from kunserve.server.telemetry.state_json import state_object
@@ -34,8 +37,52 @@ TURN_S = 5.0
 """How long who asks for a size waits for those who asked before, and until it is the aim."""
 
 
+class DropBody(BaseModel):
+    """POST /kunserve/drop: how many bytes to free, one merge if not given."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    bytes: int | None = Field(None, ge=1, le=INT64_MAX)
+
+
+class EmptyBody(BaseModel):
+    """POST /kunserve/restore, /kunserve/pause and /kunserve/resume."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class KillBody(BaseModel):
+    """POST /kunserve/kill."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    instance_id: int = Field(ge=0, le=INT64_MAX)
+
+
+class ScaleBody(BaseModel):
+    """POST /kunserve/scale."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    num_instances: int = Field(ge=1, le=INT64_MAX)
+
+
 def _dropped_bytes(state: ClusterState) -> int:
     return sum(instance.dropped_bytes for instance in state.instances if instance.alive)
+
+
+def routes(front: Front, _openai: OpenAIRoutes) -> list[Route]:
+    """What the seam ``routes`` of a server takes."""
+    admin = AdminRoutes(front)
+    return [
+        Route("/kunserve/drop", admin.drop, methods=["POST"]),
+        Route("/kunserve/restore", admin.restore, methods=["POST"]),
+        Route("/kunserve/kill", admin.kill, methods=["POST"]),
+        Route("/kunserve/scale", admin.scale, methods=["POST"]),
+        Route("/kunserve/pause", admin.pause, methods=["POST"]),
+        Route("/kunserve/resume", admin.resume, methods=["POST"]),
+        Route("/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"]),
+    ]
 
 
 class AdminRoutes:
@@ -152,14 +199,18 @@ class AdminRoutes:
 
     async def reset_prefix_cache(self, http: HttpRequest) -> Response:
         """POST /reset_prefix_cache, vLLM's: the next run of a benchmark finds nothing."""
-        if self._is_open():
-            check_origin(http.headers)
+        self.check_origin_allowed(http)
         for name, why in _NOT_RESET.items():
             if http.query_params.get(name, "false").lower() not in ("false", "0"):
                 raise InvalidRequest(f"`{name}` must be false: {why}.", name)
         await self._front.engine.reset_prefix_cache()
         logger.info("admin action=reset_prefix_cache")
         return Response()
+
+    def check_origin_allowed(self, http: HttpRequest) -> None:
+        """Whether a client that sends no JSON may change the cluster. Raises Forbidden if not."""
+        if self._is_open():
+            check_origin(http.headers)
 
     def _check_allowed(self, http: HttpRequest) -> None:
         if self._is_open():

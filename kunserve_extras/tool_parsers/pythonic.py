@@ -4,9 +4,9 @@ import json
 import re
 
 from kunserve.server.api.parsers.message import MessageWriter
-from kunserve.server.api.parsers.python_value import python_value
 from kunserve.server.api.parsers.tape import Malformed, Reading, Tape
 from kunserve.server.api.parsers.tool_parser import ToolParser, Tools
+from kunserve_extras.tool_parsers.python_value import python_value
 
 _NAME = re.compile(r"[\w.\-]+")
 _MARKS = ("<|python_start|>", "<|python_end|>")

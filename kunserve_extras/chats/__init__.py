@@ -1,0 +1,1 @@
+"""What endpoints share that are chats in the words of another API."""

@@ -1,0 +1,1 @@
+"""POST /v1/messages: Anthropic's API over the same requests as chats."""

@@ -1,0 +1,1 @@
+"""The device's operations as kernels in Triton: the only room that imports it."""

@@ -1,0 +1,215 @@
+"""The operations by our own Triton kernels."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+
+from kunserve.engine.torch.ops.table import PARTS, DeviceBatch
+from kunserve.model.spec import ModelSpec
+from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
+from kunserve_extras.triton_ops.rows import (
+    gate_mul_kernel,
+    place_kernel,
+    rms_norm_kernel,
+    rotate_kernel,
+)
+
+_LEAST_ROWS = 16
+"""Tensor cores multiply tiles of at least so many rows."""
+_GATE_PIECE = 1024
+LEAST_PART_KEYS = 256
+"""Shorter parts would write more sums than they save time. A multiple of all ``keys``."""
+_PROGRAMS = 264
+"""As many keep a large device busy (two on each processor of an H200). Bits do not depend on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How much one program of attention holds at a time, and with how many threads."""
+
+    rows: int
+    """Queries times heads of a group."""
+    keys: int
+    num_warps: int
+    num_stages: int
+    """Tiles of keys on their way at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """For sequences of several tokens, and for those of one."""
+
+    several: Tile
+    single: Tile
+
+
+def tiles_for(spec: ModelSpec) -> AttentionTiles:
+    """What fits registers and shared memory of compute capability 9.0 without spilling.
+
+    Products in float32 use no tensor cores but registers, so its tiles are small.
+    """
+    single_rows = max(_LEAST_ROWS, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
+    if spec.dtype == "float32":
+        return AttentionTiles(Tile(max(32, single_rows), 16, 4, 2), Tile(single_rows, 32, 4, 2))
+    if spec.head_dim > 128:
+        return AttentionTiles(Tile(max(64, single_rows), 32, 4, 2), Tile(single_rows, 32, 4, 3))
+    return AttentionTiles(Tile(max(128, single_rows), 64, 8, 3), Tile(single_rows, 64, 4, 3))
+
+
+class TritonOps:
+    """Implements ``Ops`` for a model on a CUDA device, or in Triton's interpreter."""
+
+    def __init__(self, spec: ModelSpec, tiles: AttentionTiles | None = None) -> None:
+        self._spec = spec
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._head_pad = max(_LEAST_ROWS, triton.next_power_of_2(spec.head_dim))
+        self._tiles = tiles or tiles_for(spec)
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        """See ``Ops``."""
+        width = x.shape[-1]
+        heads = x.shape[1] if x.dim() == 3 else 1
+        strides = (x.stride(0), x.stride(-2), out.stride(0), out.stride(-2))
+        pad = triton.next_power_of_2(width)
+        rms_norm_kernel[(len(x), heads)](
+            x, weight, out, *strides, eps, WIDTH=width, PAD=pad, OFFSET=self._spec.has_offset_norms
+        )
+
+    def gate_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """See ``Ops``."""
+        num, width = out.shape
+        strides = gate_up.stride(0), out.stride(0)
+        grid = (num, triton.cdiv(width, _GATE_PIECE))
+        gate_mul_kernel[grid](
+            gate_up, out, *strides, WIDTH=width, PIECE=_GATE_PIECE, GELU=self._spec.has_gelu
+        )
+
+    def rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
+        """See ``Ops``."""
+        num, num_heads, head_dim = heads.shape
+        half = head_dim // 2
+        pad = triton.next_power_of_2(half)
+        strides = heads.stride(0), heads.stride(1)
+        rotate_kernel[(num, num_heads)](heads, angles, *strides, HALF=half, PAD=pad)
+
+    def place(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch
+    ) -> None:
+        """See ``Ops``."""
+        assert k.stride() == v.stride() and k.stride(1) == k.shape[2], (k.stride(), v.stride())
+        num, kv_heads, head_dim = k.shape
+        place_kernel[(num, kv_heads)](
+            k,
+            v,
+            kv,
+            batch.entries,
+            batch.offsets,
+            k.stride(0),
+            layer + self._spec.num_layers,
+            KV_HEADS=kv_heads,
+            BLOCK_SIZE=kv.shape[3],
+            HEAD_DIM=head_dim,
+            PAD=triton.next_power_of_2(head_dim),
+        )
+
+    def attend(
+        self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor
+    ) -> None:
+        """See ``Ops``."""
+        assert q.stride(1) == q.shape[2], q.stride()
+        # A recorded step has sequences of one token only, and must not ask the host.
+        host = batch.host
+        lengths = np.ones(1) if host is None else np.diff(host.q_starts)
+        if (lengths > 1).any():
+            self._attend_several(layer, q, kv, batch, out)
+        if (lengths == 1).any():
+            self._attend_single(layer, q, kv, batch, out)
+
+    def _attend_several(
+        self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor
+    ) -> None:
+        """Sequences of several tokens; leaves the others alone."""
+        tile = self._tiles.several
+        num_seqs, max_blocks = batch.tables.shape
+        queries = tile.rows // self._group
+        attention_kernel[(len(q) // queries + num_seqs, self._spec.num_kv_heads)](
+            q,
+            kv,
+            out,
+            batch.tables,
+            batch.q_starts,
+            batch.context_lens,
+            num_seqs,
+            max_blocks,
+            q.stride(0),
+            out.stride(0),
+            layer + self._spec.num_layers,
+            self._spec.head_dim**-0.5,
+            self._spec.window_of(layer) or 0,
+            KV_HEADS=self._spec.num_kv_heads,
+            GROUP=self._group,
+            HEAD_DIM=self._spec.head_dim,
+            HEAD_PAD=self._head_pad,
+            BLOCK_SIZE=kv.shape[3],
+            QUERIES=queries,
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            CAP=self._spec.score_cap or 0.0,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+    def _attend_single(
+        self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor
+    ) -> None:
+        """Sequences of one token; leaves the others alone."""
+        spec, tile = self._spec, self._tiles.single
+        num_seqs, max_blocks = batch.tables.shape
+        shape = (num_seqs, spec.num_heads, PARTS, self._head_pad + 2)
+        sums = torch.empty(shape, dtype=torch.float32, device=q.device)
+        window = spec.window_of(layer) or 0
+        programs = min(PARTS, max(1, _PROGRAMS // (num_seqs * spec.num_kv_heads)))
+        part_kernel[(num_seqs, spec.num_kv_heads, programs)](
+            q,
+            kv,
+            sums,
+            batch.tables,
+            batch.q_starts,
+            batch.context_lens,
+            max_blocks,
+            q.stride(0),
+            layer + spec.num_layers,
+            spec.head_dim**-0.5,
+            window,
+            KV_HEADS=spec.num_kv_heads,
+            GROUP=self._group,
+            HEAD_DIM=spec.head_dim,
+            HEAD_PAD=self._head_pad,
+            BLOCK_SIZE=kv.shape[3],
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            PARTS=PARTS,
+            LEAST=LEAST_PART_KEYS,
+            CAP=spec.score_cap or 0.0,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        join_kernel[(num_seqs, spec.num_heads)](
+            sums,
+            out,
+            batch.q_starts,
+            batch.context_lens,
+            out.stride(0),
+            window,
+            HEADS=spec.num_heads,
+            HEAD_DIM=spec.head_dim,
+            HEAD_PAD=self._head_pad,
+            KEYS=tile.keys,
+            PARTS=PARTS,
+            LEAST=LEAST_PART_KEYS,
+            num_warps=4,
+        )
