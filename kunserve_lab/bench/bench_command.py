@@ -93,7 +93,8 @@ Examples
 @_workload("--length-scale", type=_POSITIVE,
            help="Multiplies every length, for small models and machines.")
 @_workload("--max-total-tokens", type=click.IntRange(min=2),
-           help="Cut inputs of --lengths-path so that input + output fits (the paper's rule for "
+           help="Cut inputs of --lengths-path, or of bursty, so that input + output fits (the "
+           "paper's rule for "
            "ShareGPT: 4096).")
 @_workload("--seed", type=click.IntRange(min=0),
            help="Equal seeds give equal arrivals, lengths and prompts.")

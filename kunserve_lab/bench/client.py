@@ -43,7 +43,7 @@ class CallSettings:
         common = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         return common | authorization(self.api_key)
 
-    def body(self, prompt: Prompt, max_tokens: int) -> bytes:
+    def body(self, prompt: Prompt, max_tokens: int, priority: int = 0) -> bytes:
         """The JSON of one request."""
         asked: dict[str, object] = {"model": self.model}
         if self.chat:
@@ -57,6 +57,8 @@ class CallSettings:
         asked["stream_options"] = {"include_usage": True}
         if self.ignore_eos:
             asked["ignore_eos"] = True
+        if priority:
+            asked["priority"] = priority
         return msgspec.json.encode(asked | dict(self.extra_body))
 
 

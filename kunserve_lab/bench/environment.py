@@ -1,7 +1,6 @@
 """The conditions of a run, stored with its result: which code it is of, and on which machine."""
 
 import contextlib
-import hashlib
 import os
 import platform
 import subprocess
@@ -10,14 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import kunserve
+from kunserve.core.code import HOUSES, code_of
 
-HOUSES = ("kunserve", "kunserve_lab", "kunserve_extras")
 SIMULATED = (
     *(f"kunserve/{room}" for room in ("core", "model", "policy", "control")),
     *(f"kunserve_lab/{room}" for room in ("sim", "world", "workload")),
 )
 """The rooms that decide, that are simulated, and that requests are drawn by."""
-_SOURCES = {".py", ".c", ".h"}
 
 
 def version(rooms: Sequence[str] = HOUSES) -> dict[str, object]:
@@ -26,20 +24,6 @@ def version(rooms: Sequence[str] = HOUSES) -> dict[str, object]:
     A commit does not tell. Most change nothing in these rooms, and two trees that are dirty differ.
     """
     return {"kunserve": kunserve.__version__, "commit": _commit(), "code": code_of(rooms)}
-
-
-def code_of(rooms: Sequence[str]) -> str:
-    """Eight hexadecimal digits that differ when any source file of these rooms does."""
-    root = Path(kunserve.__file__).parents[1]
-    assert all((root / room).is_dir() for room in rooms), rooms
-    found = hashlib.sha256()
-    paths = (path for room in rooms for path in (root / room).rglob("*"))
-    for path in sorted(path for path in paths if path.suffix in _SOURCES):
-        content = b""
-        with contextlib.suppress(FileNotFoundError):  # the tree is being changed
-            content = path.read_bytes()
-        found.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:8]
 
 
 def by_code(conditions: Sequence[Mapping[str, object]]) -> dict[str, int]:

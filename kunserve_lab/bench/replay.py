@@ -70,7 +70,7 @@ class Bodies:
 
     def _built(self, request: WorkloadRequest) -> bytes:
         prompt = prompt_of(self._prompts, request)
-        return self._settings.body(prompt, request.output_tokens)
+        return self._settings.body(prompt, request.output_tokens, request.priority)
 
 
 def open_session(timeout_s: float) -> aiohttp.ClientSession:

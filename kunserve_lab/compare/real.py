@@ -103,6 +103,7 @@ def run_system(
     say(f"  kunserve serve {' '.join(flags)}")
     of_code = version()
     with running_server(flags) as server:
+        say(f"  live: {server.url}/dashboard")
         if system.pipeline_stages > 1:
             await_pipelines(server.url, system.pipeline_stages)
         called = " ".join(flags)

@@ -151,6 +151,8 @@ def digest_of(setup: object, system: object, workload: Workload) -> str:
     }
     if workload.lengths.contents is not None:
         values["contents"] = list(map(repr, workload.lengths.contents))
+    if workload.lengths.priorities is not None:
+        values["priorities"] = workload.lengths.priorities
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

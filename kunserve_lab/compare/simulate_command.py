@@ -5,14 +5,17 @@ from typing import Any
 
 import click
 
+from kunserve.core.config import InstanceConfig, SchedulerConfig
 from kunserve.core.errors import KunServeError
+from kunserve.server.start.flags.declared import setting
 from kunserve.server.start.flags.grouped import GroupedCommand
 from kunserve_lab.bench.flag_groups import option
 from kunserve_lab.compare.experiment import Experiment
 from kunserve_lab.compare.settings import SimulatedSetup, WorkloadSettings
 
 _REQUESTS, _EXPERIMENT = WorkloadSettings(), Experiment()
-_cluster = option("Cluster", SimulatedSetup())
+_SETUP = SimulatedSetup()
+_cluster = option("Cluster", _SETUP)
 _workload = option("Workload")
 _compare = option("Comparison")
 _output = option("Output")
@@ -53,7 +56,7 @@ Examples
 @_cluster("--profile", type=_FILE,
           help="A file of `kunserve profile`: CPU instances of its model, instead of GPUs.")
 @_cluster("--instance-mib", type=click.IntRange(min=1), help="Memory of such an instance.")
-@_cluster("--num-instances", type=click.IntRange(min=1))
+@_cluster("--num-instances", type=click.IntRange(min=1), help="Replicas.")
 @_cluster("--topology", type=_FILE,
           help="TOML or JSON file that says on which host each instance stands, and how fast the "
           "hosts' links are. Default: all on one.")
@@ -61,9 +64,11 @@ Examples
           help="Under tensor or expert parallelism. Default: as in the paper, by the model.")
 @_cluster("--memory-utilization", type=click.FloatRange(0, 1, min_open=True),
           help="Share of the GPU memory for weights and KV.")
-@_cluster("--block-size", type=click.IntRange(min=1))
-@_cluster("--max-num-batched-tokens", type=click.IntRange(min=1))
-@_cluster("--max-num-seqs", type=click.IntRange(min=1))
+@_cluster("--block-size", **setting(InstanceConfig, "block_size", default=_SETUP.block_size))
+@_cluster("--max-num-batched-tokens", **setting(
+    SchedulerConfig, "max_num_batched_tokens", default=_SETUP.max_num_batched_tokens))
+@_cluster("--max-num-seqs", **setting(
+    SchedulerConfig, "max_num_seqs", default=_SETUP.max_num_seqs))
 @_cluster("--host-gib", type=click.FloatRange(min=0),
           help="Host memory of each instance for swapped KV. Default: no limit.")
 @_cluster("--kill", "kills", many=True, metavar="SEC:INSTANCE...",

@@ -26,6 +26,7 @@ from kunserve.core.cost import DENSE, ExpertChoice, Windows
 from kunserve.core.errors import KunServeError
 from kunserve.engine.body import EngineBody
 from kunserve.model.profile import Profile, ProfileSubject, default_path, write_profile
+from kunserve.server.start.flags.declared import setting
 from kunserve_lab.profile.journal import Journal
 from kunserve_lab.profile.neighbours import neighbours
 from kunserve_lab.profile.run import (
@@ -38,36 +39,31 @@ from kunserve_lab.profile.run import (
 )
 from kunserve_lab.profile.stopwatch import Stopwatch
 
-_MODEL, _INSTANCE, _SCHEDULER = ModelConfig(), InstanceConfig(), SchedulerConfig()
-_CLUSTER = ClusterConfig()
+_MODEL, _INSTANCE = ModelConfig(), InstanceConfig()
 _FULL, _QUICK = (48, 5), (12, 3)
 """(Batches of each region, repeats of each)."""
 
 
 @click.command("profile", context_settings={"show_default": True})
 @click.argument("model", default=_MODEL.model)
-@click.option(
-    "--dtype", default=_MODEL.dtype, type=click.Choice(["bfloat16", "float16", "float32"])
-)
-@click.option("--quantization", default=_MODEL.quantization,
-              type=click.Choice(["auto", "none", "gguf", "compressed-tensors"]),
-              help="How weights lie in memory, as `serve` has it.")  # fmt: skip
-@click.option("--load-format", default=_MODEL.load_format, hidden=True,
-              type=click.Choice(["auto", "safetensors", "gguf", "dummy"]))  # fmt: skip
+@click.option("--dtype", **setting(ModelConfig, "dtype"))
+@click.option("--quantization", **setting(ModelConfig, "quantization"))
+@click.option("--load-format", **setting(ModelConfig, "load_format", hidden=True))
 @click.option("--device", default=_INSTANCE.device, type=click.Choice(["cpu", "cuda"]),
               help="Where `serve` will compute. A GPU times batches by its events.")  # fmt: skip
-@click.option("--num-threads", default=_INSTANCE.num_threads, type=click.IntRange(1, 256),
-              help="Compute threads, as `serve` will have.")  # fmt: skip
-@click.option("--tensor-parallel-size", default=_INSTANCE.tensor_parallel_size,
-              type=click.IntRange(1, 64), help="Ranks, as `serve` will have.")  # fmt: skip
-@click.option("--block-size", type=click.IntRange(1, 256), help="As `serve` will have "
-              f"[{_INSTANCE.block_size}; {CUDA_BLOCK_SIZE} on a GPU].")  # fmt: skip
-@click.option("--max-num-batched-tokens", default=_SCHEDULER.max_num_batched_tokens,
-              type=click.IntRange(min=32), help="Largest batch measured.")  # fmt: skip
-@click.option("--max-num-seqs", default=_SCHEDULER.max_num_seqs, type=click.IntRange(min=1),
-              help="Most decodes in a batch measured, if KV memory holds them.")  # fmt: skip
-@click.option("--num-instances", default=_CLUSTER.num_instances, type=click.IntRange(1, 64),
-              help="As many as `serve` will run here: the others compute meanwhile.")  # fmt: skip
+@click.option("--num-threads", **setting(InstanceConfig, "num_threads"))
+@click.option("--tensor-parallel-size", **setting(InstanceConfig, "tensor_parallel_size"))
+@click.option("--block-size", **setting(InstanceConfig, "block_size", help="As `serve` will have "
+              f"[{_INSTANCE.block_size}; {CUDA_BLOCK_SIZE} on a GPU]."))  # fmt: skip
+@click.option("--max-num-batched-tokens", **setting(
+    SchedulerConfig, "max_num_batched_tokens", type=click.IntRange(min=32),
+    help="Largest batch measured."))  # fmt: skip
+@click.option("--max-num-seqs", **setting(
+    SchedulerConfig, "max_num_seqs",
+    help="Most decodes in a batch measured, if KV memory holds them."))  # fmt: skip
+@click.option("--num-instances", **setting(
+    ClusterConfig, "num_instances",
+    help="As many as `serve` will run here: the others compute meanwhile."))  # fmt: skip
 @click.option("--quick", is_flag=True, help="A quarter of the batches, fewer repeats.")
 @click.option("--seed", default=0, help="Of the batches drawn.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False),

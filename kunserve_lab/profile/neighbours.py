@@ -9,6 +9,8 @@ leaves others the least bandwidth, and between that run prompts.
 import contextlib
 import itertools
 import multiprocessing
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -29,7 +31,7 @@ STOP_S = 10.0
 _BATCHES_PER_REGION = 8
 _MOST_DECODES = 16
 _DECODE_SHARE = 0.8
-"""Of an instance's busy time, steps that only decode (as `benchmarks/prediction.py` finds them)."""
+"""Of an instance's busy time, steps that only decode (`benchmarks.brain.prediction` finds them)."""
 
 
 class Neighbours:
@@ -76,8 +78,9 @@ def neighbours(count: int, settings: BodySettings) -> Iterator[Neighbours]:
         for seed, event in enumerate(ready)
     ]
     try:
-        for process in processes:
-            process.start()
+        with _no_interrupts():
+            for process in processes:
+                process.start()
         found = Neighbours(rest, processes)
         for event in ready:
             _await_start(event, found)
@@ -87,6 +90,19 @@ def neighbours(count: int, settings: BodySettings) -> Iterator[Neighbours]:
         for process in processes:
             process.join(STOP_S)
             process.kill()
+
+
+@contextlib.contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """What is started within never hears Ctrl-C, which a terminal sends to all: it is stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _await_start(ready: Event, others: Neighbours) -> None:

@@ -13,14 +13,13 @@ from kunserve.core.messages import Connect, Message, TokenOutput
 from kunserve.core.place import ONE_HOST, Place
 from kunserve.core.plan import Plan
 from kunserve.core.request import Request
-from kunserve.core.transfer import KvPull
 from kunserve_lab.sim.accounts import ClusterAccounts
 from kunserve_lab.sim.body import SimBody
 from kunserve_lab.sim.events import EventHeap
 from kunserve_lab.sim.instance import SimInstance, Surroundings
 from kunserve_lab.sim.network import Network
 from kunserve_lab.sim.profile import InstanceProfile
-from kunserve_lab.world.mover import Pull, WorldMover
+from kunserve_lab.world.mover import Pull, WorldMover, num_bytes_of
 from kunserve_lab.world.world import Address, Watcher
 
 TICK_S = 0.1
@@ -133,14 +132,15 @@ class TimedWorld(Surroundings):
             self._set_out(instance, pull)
 
         body = SimBody(self.profile, instance_id, self._world.place_of(instance_id))
-        instance = SimInstance(self, body, WorldMover(set_out), self._plan.config.cluster)
+        mover = WorldMover(set_out, self._coming_bytes)
+        instance = SimInstance(self, body, mover, self._plan.config.cluster)
         return instance
 
     def start_instance(self, instance_id: InstanceId) -> None:
         """Reports come at their own pace on each instance."""
         super().start_instance(instance_id)
         instance = self.members[instance_id]
-        self.accounts.totals.append(instance.agent.totals)
+        self.accounts.totals.append(instance.agent.state.totals)
         offset_s = self._plan.config.cluster.report_period_s * (instance_id * _GOLDEN % 1.0)
         self.heap.after(offset_s, instance.report_due)
 
@@ -213,11 +213,7 @@ class TimedWorld(Surroundings):
 
     def _set_out(self, instance: SimInstance, pull: Pull) -> None:
         """Ask the source, then wait for the bytes."""
-        what, spec = pull.what, instance.body.spec
-        num_bytes = what.layers.num_layers * spec.layer_bytes
-        if isinstance(what, KvPull):
-            num_blocks = what.end_block - what.first_block
-            num_bytes = num_blocks * what.layers.num_layers * spec.unit_bytes
+        what, num_bytes = pull.what, num_bytes_of(pull.what, instance.body.spec)
         if what.src is None:
             self.heap.after(num_bytes / self.profile.host_bytes_per_s, self._land, instance, pull)
         else:
@@ -225,13 +221,19 @@ class TimedWorld(Surroundings):
 
     def _ask(self, src: InstanceId, instance: SimInstance, pull: Pull, num_bytes: int) -> None:
         def is_there() -> bool:
-            source = self.members.get(src)
+            source, pull.began_s = self.members.get(src), self.now_s
             return pull.is_wanted and source is not None and source.mover.can_give(pull.what)
 
         def landed() -> None:
             self._land(instance, pull)
 
         self.network.send_bulk(src, instance.instance_id, num_bytes, landed, is_there)
+
+    def _coming_bytes(self, pulls: list[Pull]) -> int:
+        """About: what else the link carries is left out."""
+        begun_s = [pull.began_s for pull in pulls if pull.began_s is not None]
+        rate = self.profile.network_bytes_per_s
+        return int(sum(rate * (self.now_s - one_s) for one_s in begun_s))
 
     def _land(self, instance: SimInstance, pull: Pull) -> None:
         if pull.is_wanted:

@@ -137,7 +137,7 @@ class SimInstance(Member):
     def _send_mail(self, blocked_s: float = 0.0) -> None:
         """Called after everything that the agent was told."""
         self._look()
-        if self.agent.has_mail:
+        if self.agent.outbox:
             self.blocked_s = blocked_s
             self._world.send_mail(self)
 

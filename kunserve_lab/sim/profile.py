@@ -76,6 +76,11 @@ class InstanceProfile:
         return self.spec.blocks.tokens_in(self.spec.kv_units // self.spec.num_layers)
 
     @property
+    def weight_share(self) -> float:
+        """Of its memory, what whole weights take: the first thing that tells whether drops help."""
+        return 1.0 - self.spec.kv_units * self.spec.unit_bytes / self.spec.memory_bytes
+
+    @property
     def max_model_len(self) -> int:
         """The longest request: what the model and an undropped pool allow."""
         return min(self.model.max_model_len, self.pool_tokens)

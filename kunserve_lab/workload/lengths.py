@@ -92,6 +92,7 @@ def scale_lengths(pool: Lengths, factor: float) -> Lengths:
         f"{pool.source}, lengths x{factor:g}",
         pool.contents
         and tuple(None if one is None else one.scaled(factor) for one in pool.contents),
+        pool.priorities,
     )
 
 

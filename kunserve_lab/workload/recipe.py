@@ -101,8 +101,17 @@ def build_workload(recipe: Recipe) -> Workload:
     if recipe.lengths_path is not None and recipe.dataset is not Dataset.LENGTHS:
         drawn = _lengths(recipe, recipe.lengths_path, len(workload))
         workload = transform.with_lengths(workload, drawn)
+    elif recipe.max_total_tokens is not None and recipe.dataset is Dataset.BURSTY:
+        clipped = lens.clip_total(workload.lengths, recipe.max_total_tokens)
+        if len(clipped) < len(workload):
+            raise ConfigError(
+                f"max_total_tokens {recipe.max_total_tokens}: an output alone is as long"
+            )
+        workload = transform.with_lengths(workload, clipped)
     elif recipe.max_total_tokens is not None and recipe.dataset is not Dataset.LENGTHS:
-        raise ConfigError("max_total_tokens applies to lengths read from a file (lengths_path)")
+        raise ConfigError(
+            "max_total_tokens applies to the bursty window and to lengths of a file (lengths_path)"
+        )
     scaled = lens.scale_lengths(workload.lengths, recipe.length_scale)
     return transform.with_lengths(workload, scaled)
 

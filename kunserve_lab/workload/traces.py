@@ -88,7 +88,7 @@ def read_timed_trace(path: Path, seconds_per_unit: float) -> Workload:
     """JSONL of ``timestamp``, ``input_length``, ``output_length``; more fields are ignored.
 
     But ``hash_ids``, as in Mooncake's traces, names each prompt's blocks of 512 tokens: prompts
-    whose first names are equal begin alike.
+    whose first names are equal begin alike. And ``priority``, the lower the sooner.
 
     One unit of ``timestamp`` is ``seconds_per_unit`` seconds, always said by the caller and
     never guessed: Mooncake's traces are in milliseconds (0.001), plain timed traces in seconds.
@@ -110,7 +110,13 @@ def _workload(
     source: str,
 ) -> Workload:
     read = [
-        (arrival_s(row), row.count(names[0]), row.count(names[1]), _content(row, names[0]))
+        (
+            arrival_s(row),
+            row.count(names[0]),
+            row.count(names[1]),
+            _content(row, names[0]),
+            _priority(row),
+        )
         for row in rows
     ]
     kept = sorted((row for row in read if min(row[1:3]) > 0), key=lambda row: row[0])
@@ -119,14 +125,23 @@ def _workload(
     num_failed = len(read) - len(kept)
     skipped = f" ({num_failed} rows without tokens left out)" if num_failed else ""
     start_s = kept[0][0]
-    contents = tuple(row[3] for row in kept)
+    contents, priorities = tuple(row[3] for row in kept), tuple(row[4] for row in kept)
     lengths = Lengths(
         tuple(row[1] for row in kept),
         tuple(row[2] for row in kept),
         source,
         contents if any(contents) else None,
+        priorities if any(priorities) else None,
     )
     return Workload(tuple(row[0] - start_s for row in kept), lengths, source + skipped)
+
+
+def _priority(row: Row) -> int:
+    """What ``priority`` tells of the request, if the row has it."""
+    priority = row.values.get("priority", 0)
+    if type(priority) is not int or abs(priority) >= MAX_NAME:
+        raise WorkloadFileError(row.path, row.line, "'priority' is not a whole number")
+    return priority
 
 
 def _content(row: Row, input_name: str) -> Content | None:

@@ -128,5 +128,6 @@ def _pick(workload: Workload, keep: list[int]) -> Workload:
             contents=None
             if lengths.contents is None
             else tuple(lengths.contents[index] for index in keep),
+            priorities=lengths.priorities and tuple(lengths.priorities[index] for index in keep),
         ),
     )

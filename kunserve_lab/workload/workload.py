@@ -19,6 +19,8 @@ class WorkloadRequest(NamedTuple):
     output_tokens: int
     content: Content | None = None
     """What it has in common with others; None: nothing."""
+    priority: int = 0
+    """The lower, the sooner it is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Lengths:
     """For people: shown on figures and stored with every result."""
     contents: tuple[Content | None, ...] | None = None
     """Of each prompt; None: no two prompts have anything in common."""
+    priorities: tuple[int, ...] | None = None
+    """Of each request; None: all are equal."""
 
     def __post_init__(self) -> None:
         assert len(self.input_tokens) == len(self.output_tokens), (
@@ -40,6 +44,7 @@ class Lengths:
         assert min(self.input_tokens, default=1) >= 1, min(self.input_tokens)
         assert min(self.output_tokens, default=1) >= 1, min(self.output_tokens)
         assert self.contents is None or len(self.contents) == len(self), len(self.contents)
+        assert self.priorities is None or len(self.priorities) == len(self), len(self.priorities)
 
     def __len__(self) -> int:
         return len(self.input_tokens)
@@ -62,6 +67,7 @@ class Lengths:
                 input_tokens=self.input_tokens[:count],
                 output_tokens=self.output_tokens[:count],
                 contents=None if self.contents is None else self.contents[:count],
+                priorities=self.priorities and self.priorities[:count],
             )
         if not len(self):
             raise ConfigError(f"no lengths to draw from ({self.source})")
@@ -71,6 +77,7 @@ class Lengths:
             input_tokens=(self.input_tokens * rounds)[:count],
             output_tokens=(self.output_tokens * rounds)[:count],
             contents=self._contents_again(rounds, count),
+            priorities=self.priorities and (self.priorities * rounds)[:count],
         )
 
     def _contents_again(self, rounds: int, count: int) -> tuple[Content | None, ...] | None:
@@ -130,9 +137,9 @@ class Workload:
     def requests(self) -> list[WorkloadRequest]:
         """The requests in order of arrival, numbered from 0."""
         contents = self.lengths.contents or (None,) * len(self)
+        priorities = self.lengths.priorities or (0,) * len(self)
+        columns = (self.arrival_s, self.input_tokens, self.output_tokens, contents, priorities)
         return [
             WorkloadRequest(number, *values)
-            for number, values in enumerate(
-                zip(self.arrival_s, self.input_tokens, self.output_tokens, contents, strict=True)
-            )
+            for number, values in enumerate(zip(*columns, strict=True))
         ]

@@ -6,7 +6,7 @@ and networks could produce (``actions``), or let the cluster run by itself (``ru
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kunserve.control.cluster.commands import Client
@@ -14,7 +14,7 @@ from kunserve.control.cluster.controller import Controller
 from kunserve.control.cluster.requests.quarantine import Blame
 from kunserve.control.instance.work import Work
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.messages import Connect, Event, Form, LinkBroken, Message, Ready
+from kunserve.core.messages import Connect, Event, Form, LinkBroken, Message, Ready, Rejoin, Submit
 from kunserve.core.plan import Plan
 from kunserve.core.request import Request
 from kunserve.core.snapshots import InstanceSpec
@@ -47,7 +47,7 @@ class ChosenMember(Member):
 
     def __init__(self, world: "ChosenWorld", body: FakeBody, process: bytes) -> None:
         """``process`` tells the instance's processes apart, one after the other."""
-        mover = WorldMover()
+        mover = WorldMover(world.pull_began)
         super().__init__(world.make_agent(body, mover), body, mover)
         self.work: Work | None = None
         """The step that runs."""
@@ -81,6 +81,8 @@ class ChosenWorld(World[ChosenMember]):
         self.dead: list[InstanceId] = []
         """Instances to be started again, as the controller wished."""
         self.num_fronts = 0
+        self.late: set[InstanceId] = set()
+        """Instances that do not know of the present front yet."""
         self._num_processes = 0
         self._model = model
         self._specs = {spec.instance_id: spec for spec in specs}
@@ -128,13 +130,24 @@ class ChosenWorld(World[ChosenMember]):
         """What it told the controller came before the connection broke."""
         while self.links.get((instance_id, None)):
             self.perform(Delivery(instance_id, None))
+        if instance_id in self.late:  # this front knows of its process only
+            self.late.remove(instance_id)
+            self.respawn(instance_id)
         self.lost(instance_id, blame)
 
-    def restart_front(self, *, loses_mail: bool = False) -> None:
+    def restart_front(
+        self,
+        *,
+        loses_mail: bool = False,
+        keeps_mail: bool = False,
+        late: Collection[InstanceId] = (),
+    ) -> None:
         """The front dies and a new one comes: requests are gone, instances keep their weights.
 
         Mail that was on its way to the old front reaches the new one, as over real sockets; the
-        old front's own mail arrives, or is lost.
+        old front's own mail arrives before instances know of the new one, behind that
+        (``keeps_mail``), or never (``loses_mail``). Those that are ``late`` learn of the new front
+        when ``meet_front`` is called.
         """
         self.num_fronts += 1
         num_places = len(self.members) + len(self.dead) + self.num_ordered
@@ -142,20 +155,31 @@ class ChosenWorld(World[ChosenMember]):
         for request_id in self.unfinished:
             self.accounts[request_id].is_cancelled = True
         for src, dst in list(self.links):
-            while src is None and not loses_mail and self.links[src, dst]:
+            if src is not None or keeps_mail:
+                continue
+            while not loses_mail and self.links[src, dst]:
                 self.perform(Delivery(src, dst))
-            if src is None:
-                self.links.pop((src, dst), None)
+            self.links.pop((src, dst), None)
+        self.late = self.members.keys() & set(late)
         events = []
         for instance_id, member in sorted(self.members.items()):
-            member.known.clear()
-            events.append(member.agent.rejoin(self.ready(member)))
             letters = self.links.get((instance_id, None), deque())
             # A driver takes no word for the first one of an instance that was there before.
             for letter in [x for x in letters if isinstance(decode(x.data), Ready)]:
                 letters.remove(letter)
+            if instance_id not in self.late:
+                events.append(self._rejoin(member))
         self.controller.rejoin(events, self.now_s)
         self.carry_out()
+
+    def meet_front(self, instance_id: InstanceId) -> None:
+        """One that was late says where it stands."""
+        self.late.discard(instance_id)
+        self.post(instance_id, None, self._rejoin(self.members[instance_id]))
+
+    def _rejoin(self, member: ChosenMember) -> Rejoin:
+        member.known.clear()
+        return member.agent.rejoin(self.ready(member))
 
     # Requests
 
@@ -227,6 +251,10 @@ class ChosenWorld(World[ChosenMember]):
                 ok = self.land(member, pull, fails=fails or not is_known)
                 self.end_pull(member, pull.what, ok)
         self.collect_mail()
+
+    def pull_began(self, pull: Pull) -> None:
+        """A pull sets out."""
+        pull.asked_s = self.now_s
 
     def fill(self, member: ChosenMember, source: ChosenMember | None, pull: Pull) -> None:
         """Byte by byte."""
@@ -304,6 +332,19 @@ class ChosenWorld(World[ChosenMember]):
                 if fault:
                     self.post(dst, None, LinkBroken(dst, src, fault))
 
+    def check(self) -> None:
+        """Every owner's invariants, and what two of them count alike."""
+        super().check()
+        for instance_id, member in self.members.items():
+            has_formed = member.agent.layout is not None or member.agent.is_in_transition
+            # Of one that is late the front knows nothing until it has heard of it.
+            is_known = self.controller.placement.with_member(instance_id) is not None
+            if is_known and has_formed and not self.links.get((None, instance_id)):
+                sent = self.controller.placement.num_sent[instance_id]
+                waiting = [m for m in member.agent.inbox.waiting if isinstance(m, Submit)]
+                received = member.agent.num_read + sum(m.group_id is None for m in waiting)
+                assert sent == received, (instance_id, sent, received)
+
     def _deliver(self, src: Address, dst: Address, letter: Letter) -> None:
         message = decode(letter.data)
         if dst is None:
@@ -324,6 +365,8 @@ class ChosenWorld(World[ChosenMember]):
             member.outgoing.begin_anew()
         hidden = None if letter.hidden is None else FakeBody.hidden_from_bytes(letter.hidden)
         self.tell(src, member, message, hidden)
+        if member.agent.is_stopping:
+            self.kill_instance(dst)
 
     def connect(self, dst: InstanceId, message: Connect) -> None:
         """An instance is told of peers."""

@@ -9,6 +9,7 @@ Memory is bytes too: weights that are not held or not loaded, and units beyond t
 an assertion when used.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Self
@@ -34,6 +35,7 @@ from kunserve.core.request import TokenLogprobs
 from kunserve.core.snapshots import HeadShape, InstanceSpec
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.transport.bulk.host_store import HostStore
+from kunserve.transport.bulk.movable_memory import WriteGate
 from kunserve_lab.world.fake_model import (
     EMBED,
     FACTOR_1,
@@ -319,12 +321,18 @@ class FakeBody(ViewedMemory):
         assert layers.covers(self.held), (self.held, layers)
         return self._hold(layers)
 
-    def load_layers(self, layers: LayerRange) -> None:
+    def load_layers(self, layers: LayerRange, gate: WriteGate | None = None) -> None:
         """Fill mapped layers from "disk"."""
         assert self.held.covers(layers), (self.held, layers)
         for layer in range(*layers):
-            self._weights[layer] = self._true_weights(layer)
-            self._unverified.add(layer)
+            if gate is None:
+                self._load(layer)
+            else:
+                gate(self._spec.layer_bytes, functools.partial(self._load, layer))
+
+    def _load(self, layer: int) -> None:
+        self._weights[layer] = self._true_weights(layer)
+        self._unverified.add(layer)
 
     def _hold(self, layers: LayerRange) -> Remap:
         spec, before = self._spec, self.kv_units

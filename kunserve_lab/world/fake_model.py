@@ -69,14 +69,14 @@ def score_row(hidden: int, token_id: int) -> TokenLogprobs:
 def expected_scores(request: Request, model: FakeModel) -> tuple[TokenLogprobs, ...]:
     """The oracle: every score of the request's prompt."""
     tokens = request.prompt_token_ids
-    hidden = _last_hidden(model)
+    hidden = last_hidden(model)
     return tuple(
         score_row(hidden(token_id, position), tokens[position + 1])
         for position, token_id in enumerate(tokens[: request.num_to_score])
     )
 
 
-def _last_hidden(model: FakeModel) -> Callable[[int, int], int]:
+def last_hidden(model: FakeModel) -> Callable[[int, int], int]:
     """What the layers make of each token, to be called with one after the other."""
     sums = [0] * model.num_layers
     windows = [model.window_of(layer) for layer in range(model.num_layers)]
@@ -108,7 +108,7 @@ def expected_tokens(request: Request, model: FakeModel, max_model_len: int) -> t
     limit = min(len(request.prompt_token_ids) + sampling.max_tokens, max_model_len)
     tokens = list(request.prompt_token_ids)
     num_prompt = len(tokens)
-    forward = _last_hidden(model)
+    forward = last_hidden(model)
     hidden = position = 0
     while True:
         while position < len(tokens):

@@ -7,9 +7,18 @@ from typing import TypeAlias
 from kunserve.control.arrays import Int32Array
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
+from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.transfer import KvPull, LayerLoad, LayerPull
 
 Pulled: TypeAlias = KvPull | LayerPull | LayerLoad
+
+
+def num_bytes_of(what: Pulled, spec: InstanceSpec) -> int:
+    """Of KV or weights."""
+    if isinstance(what, KvPull):
+        num_blocks = what.end_block - what.first_block
+        return num_blocks * what.layers.num_layers * spec.unit_bytes
+    return what.layers.num_layers * spec.layer_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -21,18 +30,36 @@ class Pull:
     """Where blocks of KV go."""
     is_wanted: bool = True
     """It was not called off."""
+    began_s: float | None = None
+    """When its first byte was sent, where that is known."""
+    asked_s: float = 0.0
+    """When it set out, in a world whose order writes that down."""
 
 
 class WorldMover:
     """Implements ``control.instance.body.Mover``: a pull lands when somebody lets it."""
 
-    def __init__(self, begin: Callable[[Pull], None] = lambda pull: None) -> None:
-        """``begin`` is told of every pull that sets out."""
+    def __init__(
+        self,
+        begin: Callable[[Pull], None] = lambda pull: None,
+        coming_bytes: Callable[[list[Pull]], int] = lambda pulls: 0,
+    ) -> None:
+        """``begin`` is told of every pull that sets out.
+
+        ``coming_bytes``: of pulls under way, those that have come.
+        """
         self.exports: dict[RequestId, Int32Array] = {}
         self.offered: LayerRange | None = None
         self.pulls: list[Pull] = []
         """Under way, in the order in which they set out."""
         self._begin = begin
+        self.landed_bytes = 0
+        self._coming_bytes = coming_bytes
+
+    @property
+    def num_bytes_taken(self) -> int:
+        """Of KV and weights that have come so far."""
+        return self.landed_bytes + self._coming_bytes(self.pulls)
 
     @property
     def is_quiet(self) -> bool:
@@ -73,6 +100,10 @@ class WorldMover:
                 if isinstance(pull.what, KvPull) and pull.what.request_id == request_id
             ]
         )
+
+    def cancel_layers(self) -> None:
+        """Forget the pulls and loads of weights."""
+        self._forget([pull for pull in self.pulls if not isinstance(pull.what, KvPull)])
 
     def reset(self) -> None:
         """Forget every export and every pull."""

@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from kunserve.control.cluster.commands import (
     Client,
+    Condemn,
     ControlCommand,
     Deliver,
     LogTransition,
@@ -28,7 +29,7 @@ from kunserve.control.cluster.commands import (
     Send,
 )
 from kunserve.control.cluster.controller import Controller
-from kunserve.control.cluster.requests.quarantine import NOBODY, Blame
+from kunserve.control.cluster.requests.quarantine import NOBODY, Blame, Cause
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.body import Body
 from kunserve.control.instance.membership import cached_units
@@ -40,7 +41,7 @@ from kunserve.core.plan import Plan
 from kunserve.core.request import Request
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.transfer import KvPull, PeerAddress
-from kunserve_lab.world.mover import Pull, Pulled, WorldMover
+from kunserve_lab.world.mover import Pull, Pulled, WorldMover, num_bytes_of
 
 Address: TypeAlias = InstanceId | None
 """None is the controller."""
@@ -80,7 +81,7 @@ class Member:
     def check(self) -> None:
         """The brain's invariants, and its agreement with the body."""
         self.agent.check()
-        num_units = self.agent.table.num_units
+        num_units = self.agent.state.table.num_units
         assert num_units <= self.body.kv_units, (num_units, self.body.kv_units)
 
 
@@ -104,6 +105,7 @@ class World(ABC, Generic[M]):
         self.records: list[TransitionRecord] = []
         """Finished transitions."""
         self.given_back: list[InstanceId] = []
+        self._condemned: list[InstanceId] = []
         self.num_preemptions = 0
         self._plan = plan
         self._max_model_len = max_model_len
@@ -239,9 +241,13 @@ class World(ABC, Generic[M]):
             else:
                 self._carry_out(command)
             self.happened("command", command)
+        while self._condemned:  # their ends are heard of when all this has been said
+            self.kill_instance(self._condemned.pop(0), Blame(Cause.OUTSIDE))
 
     def _carry_out(self, command: ControlCommand) -> None:
         match command:
+            case Condemn(instance_id):
+                self._condemned.append(instance_id)
             case Respawn(instance_id):
                 self.respawn(instance_id)
             case LogTransition(record):
@@ -271,13 +277,13 @@ class World(ABC, Generic[M]):
     def land(self, member: M, pull: Pull, *, fails: bool = False) -> bool:
         """Its pull is over; whether the bytes have come: ``end_pull`` tells the brain."""
         member.mover.pulls.remove(pull)
-        if pull.what.src is None:
-            self.fill(member, None, pull)
-            return True
-        source = self.members.get(pull.what.src)
-        ok = not fails and source is not None and source.mover.can_give(pull.what)
+        source = None if pull.what.src is None else self.members.get(pull.what.src)
+        ok = pull.what.src is None
+        if source is not None:
+            ok = not fails and source.mover.can_give(pull.what)
         if ok:
             self.fill(member, source, pull)
+            member.mover.landed_bytes += num_bytes_of(pull.what, member.body.spec)
         return ok
 
     def fill(self, member: M, source: M | None, pull: Pull) -> None:
@@ -298,8 +304,9 @@ class World(ABC, Generic[M]):
 
     def send_mail(self, member: M) -> None:
         """What it wants to send sets out."""
-        for dst, message, hidden in member.agent.drain():
+        for dst, message, hidden in member.agent.outbox:
             self.post(member.instance_id, dst, message, hidden)
+        member.agent.outbox.clear()
         for preemption in member.agent.drain_preemptions():
             self.num_preemptions += 1
             self.happened("preempted", member.instance_id, preemption)
@@ -318,6 +325,6 @@ class World(ABC, Generic[M]):
         cached = cached_units(member.agent.membership for member in self.members.values())
         for instance_id, member in self.members.items():
             assert not member.agent.is_in_transition, instance_id
-            used_units = member.agent.table.used_units
+            used_units = member.agent.state.table.used_units
             assert used_units == cached.get(instance_id, 0), (instance_id, used_units)
             assert member.mover.is_quiet and member.body.is_empty, instance_id

@@ -52,7 +52,7 @@ def show_map(experiment: Experiment, with_traffic: bool, output: Path | None) ->
     if found:
         text += outlook_lines(scenarios)
     else:
-        text += [*capacity_lines(able, first.num_instances, base), trust()]
+        text += [*capacity_lines(first.profile, able, first.num_instances, base), trust()]
     table = as_text(map_rows(make_map(able, base)))
     text += ["", f"Bursts after {base:.2f} X. {LEGEND}", table]
     print("\n".join(text))

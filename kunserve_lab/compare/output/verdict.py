@@ -7,6 +7,8 @@ from kunserve_lab.compare.output.table import CLEARLY, Pick, cell, tail, tail_ga
 from kunserve_lab.compare.results import FULL, AtLoad, RunResult
 from kunserve_lab.compare.slo import FACTOR
 
+HELPS = 1.5
+"""Times lower that the tail TTFT must be for the answer yes; above ``CLEARLY`` it is "a little"."""
 LONG_WAIT_S = 1.0
 """A tail TTFT above this, and above 5x the P50, means that requests queue."""
 
@@ -24,7 +26,7 @@ def verdict(experiment: Experiment, groups: Sequence[AtLoad]) -> list[str]:
 
 
 def _against(group: AtLoad, name: str) -> list[str]:
-    """One system against the first, at one load."""
+    """One system against the first, at one load: the answer, then the numbers."""
     first = next(iter(group.by_system))
     word, pick_tail = tail(group, "ttft")
     numbers: list[tuple[str, Pick]] = [
@@ -39,7 +41,37 @@ def _against(group: AtLoad, name: str) -> list[str]:
         if theirs is not None and ours is not None and ours.median > 0 and theirs.median > 0:
             ratio = theirs.median / ours.median
             parts.append(f"{label} {_times(ratio)}{_by_run(group, first, name, pick, ratio)}")
-    return [f"{name} against {first}: {', '.join(parts)}."] if parts else []
+    if not parts:
+        return []
+    return [_answer(group, first, name), f"{name} against {first}: {', '.join(parts)}."]
+
+
+def _answer(group: AtLoad, first: str, name: str) -> str:
+    """Yes or no, by the tail TTFT; what it costs follows, because the table hides it."""
+    word, pick = tail(group, "ttft")
+    before, after = (cell(group.by_system[system], pick) for system in (first, name))
+    gain = tail_gain(group, first, name) or 1.0
+    answer = "yes" if gain >= HELPS else "a little" if gain >= CLEARLY else "no"
+    text = f"Does {name} help here? {answer.capitalize()}: {word} is {_times(gain)}"
+    if before is not None and after is not None:
+        text += f" ({_seconds(after.median)} instead of {_seconds(before.median)})"
+    costs = [
+        f"{label} {_seconds(theirs.median)} instead of {_seconds(ours.median)}"
+        for label, of in _COSTS
+        for ours, theirs in [(cell(group.by_system[first], of), cell(group.by_system[name], of))]
+        if ours is not None and theirs is not None and theirs.median > 1.05 * ours.median
+    ]
+    return f"{text}. It costs: {', '.join(costs)}." if costs else f"{text}."
+
+
+_COSTS: tuple[tuple[str, Pick], ...] = (
+    ("TPOT P50", lambda r: r.percentile_s("tpot", 50.0)),
+    ("longest pause", lambda r: r.longest_pause_s),
+)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _times(ratio: float) -> str:

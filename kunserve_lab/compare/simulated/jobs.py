@@ -60,7 +60,8 @@ def run_jobs(jobs: Sequence[Job], num_processes: int) -> Iterator[tuple[Job, Sim
 def _run_side_by_side(
     jobs: Sequence[Job], num_processes: int, bar: "_Bar"
 ) -> Iterator[tuple[Job, SimResult]]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # one import of it for all runs
     ended = context.Value("Q", 0)
     left = deque(jobs)
     running: dict[Connection, tuple[Job, BaseProcess]] = {}

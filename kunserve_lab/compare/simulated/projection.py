@@ -12,6 +12,7 @@ import numpy as np
 
 from kunserve_lab.compare.simulated.scenario import Scenario
 from kunserve_lab.sim.fluid import Bursts, Capacity, Flow, capacity_of, flow
+from kunserve_lab.sim.profile import InstanceProfile
 from kunserve_lab.sim.steady import Array, mix_of
 from kunserve_lab.workload.burst import Burst, find_burst
 
@@ -23,7 +24,7 @@ MOST_OF_IT = 0.8
 """Of what endless memory would take off P99 TTFT, what drops must, for the burst to fit."""
 AGREED, SIMULATED = 96, 108
 """Of so many simulated bursts, at how many the model said as the simulator whether P99 TTFT falls
-by `HELPS`: `python -m benchmarks.map_agreement`."""
+by `HELPS`: `python -m benchmarks.paper.map_agreement`."""
 
 
 class Kind(enum.Enum):
@@ -121,26 +122,38 @@ def outlook_lines(scenarios: Mapping[float, Scenario]) -> list[str]:
     known = {load: one for load, one in found.items() if one is not None}
     if not known:
         return []
+    first = next(iter(scenarios.values())).profile
+    # The rule is of bursts that fill the memory.
+    fills = [one for one in known.values() if one.kind is not Kind.ROOM]
+    base = fills[0].base if fills else None
     lines = ["Where this traffic lies, by a fluid model (kunserve simulate --map draws it):"]
-    lines += [f"  {line}" for line in capacity_lines(able, num, next(iter(known.values())).base)]
+    lines += [f"  {line}" for line in capacity_lines(first, able, num, base)]
     for load, one in known.items():
-        at = f"Load {load:g}: " if len(known) > 1 else "Burst: "
-        lines.append(f"  {at}{_burst(one)}. {_expected(one)}: {one.kind.value}.")
-    return [*lines, f"  {trust()}"]
+        at = f"Load {load:g}: " if len(known) > 1 else ""
+        lines.append(f"  {at}{_told(one)}")
+    return [*lines, f"  {trust()}"] if fills else lines
 
 
-def capacity_lines(able: Capacity, num_instances: int, base: float) -> list[str]:
-    """What the cluster can do, and the rule."""
-    rate, floor_s = able.full_rate * num_instances, able.floor_s(base)
+def capacity_lines(
+    profile: InstanceProfile, able: Capacity, num_instances: int, base: float | None
+) -> list[str]:
+    """What the cluster can do, and the rule for bursts after a ``base`` rate, if there are some."""
+    rate = able.full_rate * num_instances
     limit = "with --max-num-seqs running" if able.seats_bind else "when its memory is full"
-    return [
-        f"X = {rate:.3g} requests/s is what the cluster sustains {limit}; a request then decodes "
+    lines = [
+        f"Weights take {profile.weight_share:.0%} of an instance's memory; drops add "
+        f"{able.gain:.0%} to its KV memory.",
+        f"The cluster sustains {rate:.3g} requests/s {limit} (X); a request then decodes "
         f"for {able.residence_s:.0f} s. Above {able.compute_rate / able.full_rate:.1f} X prompts "
         "alone take all compute.",
-        f"Rule: drops add {able.gain:.0%} of KV memory. What fits there takes "
-        f"{able.removable_s:.0f} s to serve, and more queueing they cannot remove. The P99 prompt "
-        f"alone takes {floor_s:.2g} s, so P99 TTFT falls at most {able.most_gain(base):.1f}x.",
     ]
+    if base is not None:
+        lines.append(
+            f"Drops remove at most {able.removable_s:.0f} s of queueing, what fits into their "
+            f"memory. The P99 prompt alone takes {able.floor_s(base):.2g} s, so P99 TTFT falls at "
+            f"most {able.most_gain(base):.1f}x."
+        )
+    return lines
 
 
 def trust() -> str:
@@ -151,17 +164,14 @@ def trust() -> str:
     )
 
 
-def _burst(one: Projection) -> str:
-    burst = one.burst
+def _told(one: Projection) -> str:
+    """The burst, and what to expect of it."""
+    if one.kind is Kind.ROOM:
+        return f"No burst matters: {one.kind.value}."
+    burst, (low, high) = one.burst, one.doubt
     return (
-        f"{burst.length_s:.0f} s at {one.height:.2f} X from second {burst.start_s:.0f} on, "
-        f"after {one.base:.2f} X"
-    )
-
-
-def _expected(one: Projection) -> str:
-    low, high = one.doubt
-    return (
-        f"Its P99 TTFT is {one.by_drop:.1f}x lower with drops ({low:.1f}-{high:.1f}x if it were "
-        f"{DOUBT:.0%} lower or higher), {one.by_endless:.1f}x with endless memory"
+        f"Its greatest burst, {burst.length_s:.0f} s at {one.height:.2f} X from second "
+        f"{burst.start_s:.0f} on, after {one.base:.2f} X: {one.kind.value}. P99 TTFT is "
+        f"{one.by_drop:.1f}x lower with drops ({low:.1f}-{high:.1f}x if it were {DOUBT:.0%} lower "
+        f"or higher), {one.by_endless:.1f}x with endless memory."
     )

@@ -106,6 +106,7 @@ class SimClient:
             self._prompts.of(wanted),
             SamplingParams(max_tokens=wanted.output_tokens, temperature=0.0, ignore_eos=True),
             self._heap.now_s(),
+            priority=wanted.priority,
         )
         entry = _Open(wanted)
         limit = self._cluster.profile.max_model_len
