@@ -30,7 +30,7 @@ def operations(spec: ModelSpec) -> dict[str, Ops]:
     """Plain torch, and Triton where it is installed."""
     found: dict[str, Ops] = {"torch": ReferenceOps(spec)}
     if importlib.util.find_spec("triton") is not None:
-        from kunserve.engine.torch.ops.triton_ops import TritonOps
+        from kunserve_extras.triton_ops.ops import TritonOps
 
         found["triton"] = TritonOps(spec)
     return found

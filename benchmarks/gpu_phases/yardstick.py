@@ -134,7 +134,7 @@ def _other_tiles(report: Report, case: _Case) -> None:
     """What might serve better here than what serves."""
     if not case.machine.is_real or importlib.util.find_spec("triton") is None:
         return
-    from kunserve.engine.torch.ops.triton_ops import Tile, TritonOps, tiles_for
+    from kunserve_extras.triton_ops.ops import Tile, TritonOps, tiles_for
 
     served = tiles_for(case.spec)
     for keys, num_warps, num_stages in _TILES:

@@ -1,0 +1,227 @@
+"""Whether the simulator predicts a real cluster, and whether steps take what a profile says.
+
+    kunserve profile smollm2-135m --out profile.json
+    python -m benchmarks.brain.prediction --profile profile.json RUN.jsonl ... [T.trace.json ...]
+
+A run file is what a comparison of real servers keeps of one run; it holds its requests and the
+server's flags. A trace is of `serve --trace-out`; one beside a run, of the same name, is found.
+
+*Runs.* A cluster near overload is chaotic: requests that come a millisecond later make another
+tail, in both worlds. So each run is simulated many times with arrivals moved by a few
+milliseconds, and the figures are the median of the simulations, their range, and how far the
+median is from the real run. With a trace the same is done with step times fitted to the run's own
+steps: what is left of an error then is the simulator's, and the rest was the profile's.
+
+*Steps.* Every step of a trace against the profile's prediction for the same batch, by what the
+batch held and by whether another instance computed meanwhile; and how long instances stood between
+two steps that follow each other closely.
+"""
+
+import argparse
+import itertools
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from benchmarks.report import Report, Setting
+from benchmarks.serving.traced_steps import (
+    TracedStep,
+    fit_steps,
+    num_layers_of,
+    overlaps,
+    predicted_s,
+    read_steps,
+)
+from kunserve.core.config import KunServeConfig
+from kunserve.core.cost import CostCoefficients
+from kunserve.model.profile import Profile, read_profile
+from kunserve.server.start.command import config_from_flags, serve_command
+from kunserve_lab.bench.metrics import RunMetrics, compute_metrics
+from kunserve_lab.bench.runfile import Run, read_run
+from kunserve_lab.compare.simulated.scenario import Scenario
+from kunserve_lab.compare.simulated.simulation import simulate
+from kunserve_lab.compare.systems import find_system
+from kunserve_lab.sim.costs import cpu_profile
+from kunserve_lab.sim.models import find_model
+from kunserve_lab.workload.workload import Lengths, Workload
+
+Steps: TypeAlias = tuple[CostCoefficients, CostCoefficients]
+"""What steps cost in company of other instances, and alone."""
+
+CLOSE_S = 0.02
+"""Steps that follow each other within this are back to back."""
+ROWS: tuple[tuple[str, Callable[[RunMetrics], float]], ...] = (
+    ("TTFT P50 (s)", lambda m: m.ttft.median_s),
+    ("TTFT P90 (s)", lambda m: m.ttft.percentile_s(90.0)),
+    ("TTFT P99 (s)", lambda m: m.ttft.percentile_s(99.0)),
+    ("TPOT P50 (s)", lambda m: m.tpot.median_s),
+    ("TPOT P99 (s)", lambda m: m.tpot.percentile_s(99.0)),
+    ("output tokens/s", lambda m: m.output_throughput),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One number of one run, real and simulated."""
+
+    name: str
+    real: float
+    simulated: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Of the simulations."""
+        return statistics.median(self.simulated)
+
+    @property
+    def error(self) -> float:
+        """Of the median, as a share of what was real."""
+        return self.median / self.real - 1.0
+
+
+def config_of(run: Run) -> KunServeConfig:
+    """The real server's settings, from its own flags."""
+    flags = str(dict(run.config)["serve"]).split()
+    return config_from_flags(serve_command.make_context("serve", flags).params)
+
+
+def workload_of(run: Run, generator: random.Random | None, jitter_s: float) -> Workload:
+    """The requests that the real run sent; with a generator, each a little earlier or later."""
+    records = sorted(run.records, key=lambda record: record.planned_s)
+    moments = [record.planned_s for record in records]
+    if generator is not None:
+        moments = sorted(
+            max(0.0, moment + generator.uniform(-jitter_s, jitter_s)) for moment in moments
+        )
+    lengths = Lengths(
+        tuple(record.input_tokens for record in records),
+        tuple(record.asked_output_tokens for record in records),
+        "a real run",
+    )
+    return Workload(tuple(moments), lengths, run.provenance)
+
+
+def predict(
+    run: Run, profile: Profile, steps: Steps, num_runs: int, jitter_s: float
+) -> list[Prediction]:
+    """Simulate the run's cluster under its requests, with these step times."""
+    config = config_of(run)
+    scenario = Scenario(
+        profile=cpu_profile(
+            find_model(profile.subject.model),
+            *steps,
+            config.instance.block_size,
+            config.instance.memory_bytes,
+        ),
+        num_instances=config.cluster.num_instances,
+        workload=workload_of(run, None, 0.0),
+        scheduler=config.scheduler,
+        cost=profile.coefficients,
+    )
+    system = find_system(config.overload.policy)
+    generator = random.Random(0)
+    found: list[RunMetrics] = []
+    for number in range(num_runs):
+        moved = workload_of(run, generator if number else None, jitter_s)
+        found.append(simulate(system, replace(scenario, workload=moved)).metrics)
+    real = compute_metrics(run.records, run.duration_s)
+    return [Prediction(name, value(real), tuple(value(m) for m in found)) for name, value in ROWS]
+
+
+def report_run(report: Report, path: Path, profile: Profile, options: argparse.Namespace) -> None:
+    """One real run beside its simulations."""
+    run = read_run(path)
+    sources: list[tuple[str, Steps]] = [("profile", (profile.serving, profile.alone))]
+    trace = trace_of(path)
+    if trace.exists():
+        sources.append(("its own", fit_steps(read_steps(trace))))
+    for source, steps in sources:
+        for row in predict(run, profile, steps, options.num_runs, options.jitter_ms / 1e3):
+            case: dict[str, Setting] = {"run": path.stem, "step_times": source, "of": row.name}
+            report.add("real", row.real, "", **case)
+            report.add("simulated", row.median, "", **case)
+            report.add("least", min(row.simulated), "", **case)
+            report.add("most", max(row.simulated), "", **case)
+            report.add("error", 100 * row.error, "%", **case)
+
+
+def trace_of(path: Path) -> Path:
+    """Where the trace of a run's server would be."""
+    return path.with_suffix(".trace.json")
+
+
+def kind_of(step: TracedStep, num_layers: int) -> str:
+    """What the batch held."""
+    where = "" if step.layers == (0, num_layers) else "stage: "
+    if step.num_prompt_tokens:
+        return where + ("prompts and decodes" if step.num_decodes else "prompts")
+    for most in (1, 4, 16, 64):
+        if step.num_decodes <= most:
+            return f"{where}decodes, up to {most}"
+    return f"{where}decodes, more"
+
+
+def report_steps(report: Report, path: Path, profile: Profile) -> None:
+    """One server's steps: by kind and company, then the gaps between them."""
+    steps = read_steps(path)
+    name, num_layers = path.name.removesuffix(".trace.json"), num_layers_of(steps)
+    shares = np.minimum(overlaps(steps), 1.0)
+    beside, alone = (predicted_s(c, steps) for c in (profile.serving, profile.alone))
+    expected = shares * beside + (1.0 - shares) * alone
+    groups: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for step, share, expected_s in zip(steps, shares.tolist(), expected.tolist(), strict=True):
+        company = "alone" if share < 0.1 else "among others" if share > 0.9 else "partly"
+        groups[kind_of(step, num_layers), company].append((step.seconds, expected_s))
+    for (kind, company), pairs in sorted(groups.items()):
+        real_s, mean_s = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+        case: dict[str, Setting] = {"trace": name, "batch": kind, "company": company}
+        report.add("steps", len(pairs), "", **case)
+        report.add("real", real_s * 1e3, "ms", **case)
+        report.add("predicted", mean_s * 1e3, "ms", **case)
+        report.add("real / predicted", real_s / mean_s, "", **case)
+    gaps_s = gaps_of(steps)
+    if gaps_s:
+        report.add("median gap", statistics.median(gaps_s) * 1e3, "ms", trace=name)
+        report.add("mean gap", statistics.fmean(gaps_s) * 1e3, "ms", trace=name)
+
+
+def gaps_of(steps: list[TracedStep]) -> list[float]:
+    """How long instances stood between steps that follow each other closely: they had work."""
+    by_instance: dict[int, list[TracedStep]] = defaultdict(list)
+    for step in steps:
+        by_instance[step.instance].append(step)
+    return [
+        later.start_s - sooner.end_s
+        for mine in by_instance.values()
+        for sooner, later in itertools.pairwise(mine)
+        if later.start_s - sooner.end_s < CLOSE_S
+    ]
+
+
+def main() -> None:
+    """Runs, then steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+", help="runs (.jsonl) or .trace.json")
+    parser.add_argument("--profile", type=Path, required=True, help="of `kunserve profile`")
+    parser.add_argument("--num-runs", type=int, default=15, help="simulations of each run")
+    parser.add_argument("--jitter-ms", type=float, default=5.0)
+    options = parser.parse_args()
+    profile = read_profile(options.profile)
+    runs = [path for path in options.files if path.suffix == ".jsonl"]
+    traces = [path for path in options.files if path.suffix != ".jsonl"]
+    traces += [trace for trace in map(trace_of, runs) if trace.exists() and trace not in traces]
+    with Report("prediction", profile=options.profile.name) as report:
+        for path in runs:
+            report_run(report, path, profile, options)
+        for path in traces:
+            report_steps(report, path, profile)
+
+
+if __name__ == "__main__":
+    main()

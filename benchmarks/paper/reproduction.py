@@ -1,0 +1,111 @@
+"""Runs every experiment of the simulated world, and writes the tables of the documents.
+
+    python -m benchmarks.paper.reproduction [NAME ...] [--jobs N]      (or: make experiments)
+    python -m benchmarks.paper.reproduction --tables
+
+A run that results/NAME has already, of the same settings and requests, is not run again: a broken
+off call goes on where it stopped. When an experiment is complete, what the document needs of it
+goes to benchmarks/results/simulated/NAME.jsonl, and the tables between the markers of
+docs/reproduction.md and of the other ``DOCUMENTS`` are written anew from there.
+``--tables`` does only that. All of it takes an hour of one core.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.markdown import markdown
+from benchmarks.paper.kept_results import RESULTS, SLO_KEY, figures_of, runs_of
+from benchmarks.paper.tables import TABLES
+from kunserve_lab.compare.comparison import Options, compare
+from kunserve_lab.compare.experiment import World
+from kunserve_lab.compare.experiment_file import read_experiment
+from kunserve_lab.compare.results import RunResult, by_load
+from kunserve_lab.compare.slo import FACTOR, strict_base, violations
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = tuple(
+    ROOT / "docs" / f"{name}.md"
+    for name in ("reproduction", "when-it-helps", "sparse-models", "decisions/drop-worth")
+)
+LEFT_OUT = ("ttft_ms", "tpot_ms")
+"""Of a run's fields, what no table needs: every request's latency is most of a file."""
+_MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def experiments() -> dict[str, Path]:
+    """Every experiment of the simulated world, by name."""
+    files = sorted((ROOT / "experiments").glob("*.toml"))
+    simulated = (path for path in files if read_experiment(path).world is World.SIMULATED)
+    return {path.stem: path for path in simulated}
+
+
+def kept(results: Sequence[RunResult]) -> bytes:
+    """The lines that are committed: a run's fields without its requests, and its late share."""
+    lines = []
+    for group in by_load(results):
+        base = strict_base(group)
+        for run in group.runs:
+            late = violations(run, base, FACTOR)
+            values = {
+                name: value
+                for name, value in msgspec.to_builtins(run).items()
+                if value not in (None, (), [], {}) and name not in LEFT_OUT
+            }
+            if late is not None:
+                values[SLO_KEY] = round(late[0], 4)
+            lines.append(json.dumps(values, separators=(",", ":")))
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def write_tables(text: str) -> str:
+    """The document with every table between its markers made anew."""
+
+    def made(found: re.Match[str]) -> str:
+        return f"{found[1]}{markdown(TABLES[found[2]]())}\n{found[3]}"
+
+    return _MARKED.sub(made, text)
+
+
+def update_documents() -> None:
+    """Write the tables of the documents from the results as they are now."""
+    runs_of.cache_clear()
+    figures_of.cache_clear()
+    for document in DOCUMENTS:
+        document.write_text(write_tables(document.read_text()))
+
+
+def run(name: str, path: Path, num_jobs: int | None) -> None:
+    """One experiment, and its part of the document."""
+    results = compare(read_experiment(path), ROOT / "results" / name, Options(num_jobs=num_jobs))
+    (RESULTS / "simulated" / f"{name}.jsonl").write_bytes(kept(results))
+    update_documents()
+
+
+def main() -> None:
+    """The experiments that are named, or all."""
+    found = experiments()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(found)}")
+    parser.add_argument("--jobs", type=int, help="simulations at once; one per core by default")
+    parser.add_argument("--tables", action="store_true", help="run nothing, write the tables")
+    options = parser.parse_args()
+    unknown = sorted(set(options.names) - set(found))
+    if unknown:
+        parser.error(f"no experiment {unknown[0]!r}; there are: {', '.join(found)}")
+    names = [] if options.tables else options.names or list(found)
+    for number, name in enumerate(names, start=1):
+        print(f"\n[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)
+        run(name, found[name], options.jobs)
+    update_documents()
+    names = ", ".join(str(document.relative_to(ROOT)) for document in DOCUMENTS)
+    print(f"tables written to {names}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The tables of docs/reproduction.md, each a function of the results in benchmarks/results."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.markdown import Row
+from benchmarks.paper import burst_map
+from benchmarks.paper.claims import CLAIMS
+from benchmarks.paper.kept_results import (
+    BOUNDS,
+    HEAVY,
+    LONGBENCH,
+    RESULTS,
+    Runs,
+    figures_of,
+    ranged,
+    runs_of,
+    signed,
+)
+from benchmarks.paper.map_agreement import EXPERIMENTS, Compared, compared
+from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
+from benchmarks.paper.targets import targets
+from kunserve_lab.compare.results import by_load, load
+from kunserve_lab.compare.simulated.projection import HELPS
+
+_RUN = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
+"""The name of a run's file: drop-load0.06-seed0-round1, in older results drop-0.06."""
+
+
+def claims() -> list[Row]:
+    """Claim by claim."""
+    head = ("claim", "paper", "ours", "why", "run")
+    return [head, *((c.what, c.paper, c.ours(), c.why, c.where) for c in CLAIMS)]
+
+
+def longbench() -> list[Row]:
+    """The first burst, LongBench's lengths, where weights take 36 % of the memory."""
+    return _over_loads(runs_of(LONGBENCH))
+
+
+def heavy_weights() -> list[Row]:
+    """The same where they take 63 %."""
+    return _over_loads(runs_of(HEAVY))
+
+
+def _over_loads(runs: Runs) -> list[Row]:
+    """Loads across, systems down. Where nothing is dropped, `drop` is `recompute`: left out."""
+    loads = runs.differing
+    rows: list[Row] = [("load", *(f"{at:g}" for at in loads))]
+    for system in ("recompute", "static-pp", "drop-deep", "drop"):
+        cells = (f"{runs.run(system, at).ttft_p99_s:.1f}" for at in loads)
+        rows.append((f"{system}: P99 TTFT (s)", *cells))
+    rows.append(("drop: lower by", *(f"{runs.gain(at):.1f}x" for at in loads)))
+    for system, what, field in (
+        ("drop", "output tokens/s", "output_throughput"),
+        ("drop-deep", "output tokens/s", "output_throughput"),
+        ("drop", "P50 TPOT", "tpot_p50_s"),
+    ):
+        ratios = [
+            getattr(runs.run(system, at), field) / getattr(runs.run("recompute", at), field)
+            for at in loads
+        ]
+        rows.append((f"{system}: {what}", *(signed(100 * (ratio - 1)) for ratio in ratios)))
+    return rows
+
+
+def bounds() -> list[Row]:
+    """How near `drop` is to endless memory, and what dispatch alone gives. Over seeds."""
+    systems = ("recompute-rr", "recompute", "drop-rr", "drop", "endless")
+    names = (f"{system} (s)" for system in systems)
+    rows: list[Row] = [("load", *names, "lower by", "against round robin")]
+    for group in by_load(load(RESULTS / "simulated" / f"{BOUNDS}.jsonl")):
+        p99 = {
+            system: {run.seed: run.ttft_p99_s for run in group.by_system[system]}
+            for system in systems
+        }
+        cells = (ranged(p99[system].values(), "") for system in systems)
+        gains = (
+            ranged((p99[rival][seed] / lower for seed, lower in p99["drop"].items()), "x")
+            for rival in ("recompute", "recompute-rr")
+        )
+        rows.append((f"{group.load:g}", *cells, *gains))
+    return rows
+
+
+def memory_or_compute() -> list[Row]:
+    """What full memory gives, and what each depth of dropping adds and costs."""
+    found: dict[tuple[Any, ...], float] = {}
+    for line in figures_of("memory_or_compute"):
+        settings = line["settings"]
+        found[settings["case"], settings.get("stages"), line["name"]] = line["value"]
+    cases = list(dict.fromkeys(case for case, _, _ in found))
+    rows: list[Row] = [
+        (
+            *("", "weights, of memory", "throughput, of endless memory's"),
+            *(f"{name}: KV, throughput" for name in ("pairs", "fours")),
+        )
+    ]
+    for case in cases:
+        cells = [
+            f"{signed(found[case, depth, 'KV gained'])}, "
+            f"{signed(found[case, depth, 'throughput gained'])}"
+            for depth in (2, 4)
+        ]
+        weights = found[case, None, "weights"]
+        full = found[case, None, "of endless memory's"]
+        rows.append((case, f"{weights:.0f} %", f"{full:.0f} %", *cells))
+    return rows
+
+
+def agreement() -> list[Row]:
+    """What simulator and map say of the same bursts."""
+    groups: dict[str, list[Compared]] = {}
+    for one in compared():
+        is_drawn = one.where not in EXPERIMENTS
+        groups.setdefault("drawn bursts" if is_drawn else f"`{one.where}`", []).append(one)
+    rows: list[Row] = [
+        ("of", "bursts", "drops help: both say so", "neither", "only the simulator", "only the map")
+    ]
+    everything = [one for group in groups.values() for one in group]
+    for name, some in (*groups.items(), ("**all**", everything)):
+        said = [(one.simulated >= HELPS, one.modelled >= HELPS) for one in some]
+        cells = ((True, True), (False, False), (True, False), (False, True))
+        rows.append((name, str(len(some)), *(str(said.count(cell)) for cell in cells)))
+    return rows
+
+
+def prediction() -> list[Row]:
+    """How far the simulated figures of real runs are off, with a profile's step times, on Zen 5."""
+    names = ("TTFT P50 (s)", "TTFT P99 (s)", "TPOT P50 (s)", "TPOT P99 (s)")
+    errors: dict[str, dict[str, float]] = {}
+    for line in figures_of("prediction"):
+        settings = line["settings"]
+        is_profile = settings.get("step_times") == "profile"
+        if line["name"] == "error" and settings["machine"] == "Zen 5" and is_profile:
+            errors.setdefault(settings["run"], {})[settings["of"]] = line["value"]
+    rows: list[Row] = [("load", "system", *(name.removesuffix(" (s)") for name in names))]
+    for run, values in errors.items():
+        named = _RUN.fullmatch(run)
+        assert named is not None, run
+        rows.append((named["load"], named["system"], *(signed(values[name]) for name in names)))
+    return rows
+
+
+TABLES: dict[str, Callable[[], list[Row]]] = {
+    "claims": claims,
+    "longbench": longbench,
+    "memory-or-compute": memory_or_compute,
+    "agreement": agreement,
+    "burst-map": burst_map.table,
+    "heavy-weights": heavy_weights,
+    "bounds": bounds,
+    "prediction": prediction,
+    "sparse-instances": sparse_instances,
+    "sparse-models": sparse_bursts,
+    "sparse-ridge": sparse_ridge,
+    "targets": targets,
+}
