@@ -9,18 +9,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.examples import COMMIT, HUNT
-from tests.running.changed import (
-    pytest_addoption,
-    pytest_configure,
-    pytest_configure_node,
-    pytest_ignore_collect,
-)
+from tests.running import changed, forks
+from tests.running.changed import pytest_configure, pytest_ignore_collect
+from tests.running.forks import pytest_runtestloop
 
 __all__ = [
-    "pytest_addoption",
     "pytest_configure",
-    "pytest_configure_node",
     "pytest_ignore_collect",
+    "pytest_runtestloop",
 ]
 
 T = TypeVar("T")
@@ -42,6 +38,11 @@ settings.register_profile(
     "hunt", settings.get_profile("kunserve"), max_examples=HUNT, derandomize=False
 )
 settings.load_profile("kunserve")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    changed.pytest_addoption(parser)
+    forks.pytest_addoption(parser)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

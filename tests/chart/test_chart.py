@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
         "replicas": 1,
     },
 }
-MORE_KINDS = {"RayCluster", "ServiceMonitor", "ScaledObject"}
+MORE_KINDS = {"RayCluster", "ServiceMonitor", "ScaledObject", "InferencePool"}
 """Which Kubernetes itself does not know."""
 Object = dict[str, Any]
 FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -262,3 +262,20 @@ def test_helm_finds_nothing_to_complain_of(case: str) -> None:
     """But that there is no icon."""
     messages = helm.lint(CHART, CASES[case], strict=True)["messages"]
     assert [one["error"] for one in messages if "icon is recommended" not in one["error"]] == []
+
+
+def test_a_pool_has_the_pods_that_answer_and_their_port() -> None:
+    for values in ({}, EXAMPLES["ray"]):
+        objects = rendered({**EXAMPLES["gateway"], **values})
+        pool = objects["InferencePool"]["spec"]
+        pod, container = next(labels_as_made(objects)), front_of(objects)[1]
+        assert pool["selector"]["matchLabels"].items() <= pod.items()
+        assert [one["number"] for one in pool["targetPorts"]] == [
+            port["containerPort"] for port in container["ports"] if port["name"] == "http"
+        ]
+        assert pool["endpointPickerRef"] == {
+            "name": "llm-picker",
+            "port": {"number": 9002},
+            "failureMode": "FailOpen",
+        }
+    assert "InferencePool" not in rendered({})

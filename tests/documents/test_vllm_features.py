@@ -14,6 +14,7 @@ from kunserve.server.api.schema import ChatBody, CompletionBody, DetokenizeBody,
 from kunserve.server.api.unsupported import HARMLESS, OTHER_ENDPOINTS, REFUSED
 from kunserve.server.start.app import _routes
 from kunserve.server.start.foreign_flags import FLAGS
+from kunserve_extras.messages.schema import MessagesBody
 from kunserve_extras.responses.schema import ResponsesBody
 from tests.unit.server.live_server import live_server
 
@@ -78,6 +79,7 @@ def test_every_field() -> None:
     known = {*CompletionBody.model_fields, *ChatBody.model_fields, *REFUSED, *HARMLESS}
     assert not known - told
     assert not {*ResponsesBody.model_fields} - told - names_in("Fields of responses")
+    assert not {*MessagesBody.model_fields} - told - names_in("Fields of messages")
     tokens = {*TokenizeBody.model_fields, *DetokenizeBody.model_fields}
     assert not tokens - names_in("Fields of `/tokenize` and `/detokenize`")
 
@@ -90,7 +92,7 @@ def test_what_is_refused_is_not_called_the_same() -> None:
         if row.section == "Fields of completions and chats" and row.state == "same"
         for name in row.names
     }
-    assert promised & set(REFUSED) <= {"priority", "suffix"}
+    assert promised & set(REFUSED) <= {"suffix"}
 
 
 def test_every_flag_that_is_refused() -> None:

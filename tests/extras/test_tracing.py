@@ -130,7 +130,7 @@ def test_requests_are_linked_to_the_transition_that_they_met(server: LiveServer)
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = KunServeConfig(log=LogConfig(otlp_traces_endpoint="http://127.0.0.1:4318/v1/traces"))
     monkeypatch.setitem(sys.modules, "kunserve_extras.tracing", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'kunserve\[otel\]'"):
         tracer_of(config)
     assert tracer_of(KunServeConfig()) is None
 

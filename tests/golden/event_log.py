@@ -3,6 +3,7 @@
 from typing import Any
 
 from kunserve.control.cluster.commands import (
+    Condemn,
     ControlCommand,
     Deliver,
     LogObserved,
@@ -99,6 +100,8 @@ def _command(command: ControlCommand) -> str | None:
         case Send(instance_id, message):
             told = _told(message)
             return None if told is None else f"tell {instance_id} {told}"
+        case Condemn(instance_id, reason):
+            return f"condemn {instance_id}: {reason}"
         case Respawn(instance_id):
             return f"respawn {instance_id}"
         case LogTransition(record):

@@ -61,6 +61,10 @@ def _response(title: str, engine: Fields | None = None, **fields: Any) -> Ask:
     return Ask(title, "/v1/responses", {"input": "hi", **fields}, engine or {})
 
 
+def _message(title: str, engine: Fields | None = None, **fields: Any) -> Ask:
+    return Ask(title, "/v1/messages", {"max_tokens": 9, "messages": [USER], **fields}, engine or {})
+
+
 _FULL = {"refusal": lambda _: Overloaded("The queue is full.", limit=MAX_QUEUED_REQS)}
 _STEPS = {"stream": True, "stream_options": {"include_usage": True}}
 WEATHER = {
@@ -154,8 +158,21 @@ RESPONSES = (
     _response("an end by itself, with instructions", says("fox"), instructions="Be brief."),
     _response("a stream", says("hello world"), stream=True),
     _response("a memory", previous_response_id="resp_1"),
-    _response("tools", tools=[{"type": "function", "name": "f"}]),
+    _response("a tool of servers", tools=[{"type": "web_search"}]),
+    _response(
+        "a call that is forced",
+        says('[{"name": "f", "parameters": {}}]'),
+        tools=[{"type": "function", "name": "f"}],
+        tool_choice="required",
+        stream=True,
+    ),
     Ask("no input", "/v1/responses", {}),
+)
+MESSAGES = (
+    _message("a message", says("fox"), system="Be brief."),
+    _message("a stream", says("hello world"), stream=True),
+    _message("no length", max_tokens=None),
+    Ask("its tokens", "/v1/messages/count_tokens", {"messages": [USER]}),
 )
 SYSTEM = (
     Ask("the timeline", "/kunserve/timeline"),
@@ -204,6 +221,13 @@ ADMIN = (
     Ask("pause", "/kunserve/pause", {}),
     Ask("pause again", "/kunserve/pause", {}),
     Ask("resume", "/kunserve/resume", {}),
+    Ask("pause answers", "/pause", b""),
+    Ask("is it paused", "/is_paused"),
+    Ask("ask a paused server", "/v1/completions", {"prompt": "x"}),
+    Ask("resume answers", "/resume", b""),
+    Ask("freeze answers", "/pause?mode=keep", b""),
+    Ask("abort all", "/abort_requests", {}),
+    Ask("does it sleep", "/is_sleeping"),
     Ask("forget prefixes", "/reset_prefix_cache", b""),
     Ask("forget more", "/reset_prefix_cache?reset_external=true", b""),
     Ask("a page of others", "/kunserve/drop", {}, headers={"origin": "https://evil.example"}),
@@ -251,6 +275,7 @@ SHEETS = {
         ),
     ),
     "responses": Sheet(RESPONSES),
+    "messages": Sheet(MESSAGES),
     "system": Sheet(SYSTEM),
     "admin": Sheet(ADMIN, ServerConfig(enable_admin=True), keeps_engine=True),
     "keys": Sheet(

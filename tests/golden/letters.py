@@ -20,6 +20,7 @@ from kunserve.core.messages import (
     Handover,
     KvDropped,
     KvMoved,
+    LateContact,
     LayersDropped,
     LayersLoaded,
     LayerSource,
@@ -38,6 +39,7 @@ from kunserve.core.messages import (
     Rollback,
     SequenceKv,
     Submit,
+    TransferProgress,
 )
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.step import StepPlan
@@ -89,10 +91,7 @@ def event_words(message: Message) -> str | None:
             return f"ready, {message.max_model_len} tokens at most"
         case Rejoin():
             stands = "alone" if message.layout is None else group_words((message.layout,))
-            return (
-                f"rejoin: {stands}, layers {_range(message.held)}, {message.kv_units} units, "
-                f"{message.num_received} received"
-            )
+            return f"rejoin: {stands}, layers {_range(message.held)}, {message.kv_units} units"
         case Returned(_, request_ids):
             return f"returned {_listed(request_ids)}"
         case Formed(_, group_id, loaded_bytes):
@@ -111,6 +110,8 @@ def event_words(message: Message) -> str | None:
         case LayersLoaded():
             said = f"loaded {message.transition_id}{_refusal(message.refusal)}"
             return f"{said}, {message.loaded_bytes} bytes"
+        case TransferProgress(_, num_bytes):
+            return f"{num_bytes} bytes have come"
         case Committed():
             return (
                 f"committed {message.transition_id}: layers {_range(message.held)}, "
@@ -123,6 +124,8 @@ def event_words(message: Message) -> str | None:
                 f"{message.num_requests} requests, {message.moved_bytes} bytes in "
                 f"{message.seconds:.3f}, stall {message.max_stall_s:.3f}"
             )
+        case LateContact(_, peer):
+            return f"reaches {peer} after all"
         case LinkBroken(_, peer, reason, is_down):
             return f"link to {peer} broken{' and down' if is_down else ''}: {reason}"
     return None

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.hosts import Hosts, why_not
+from benchmarks.links.hosts import Hosts, why_not
 
 
 @pytest.fixture

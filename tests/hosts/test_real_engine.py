@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hosts import Hosts
-from benchmarks.hosts_front import FrontOnHost
+from benchmarks.links.hosts import Hosts
+from benchmarks.links.hosts_front import FrontOnHost
 from tests.hosts.test_two_hosts import orders, wait_for
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(900)]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hosts import Hosts, places_on
-from benchmarks.hosts_front import PATIENCE_S, FrontOnHost, Orders
+from benchmarks.links.hosts import Hosts, places_on
+from benchmarks.links.hosts_front import PATIENCE_S, FrontOnHost, Orders
 from kunserve.cluster.processes.process_mark import mark_of
 from tests.conftest import wait_until
 

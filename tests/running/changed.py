@@ -12,7 +12,6 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -169,19 +168,9 @@ def pytest_configure(config: pytest.Config) -> None:
     revision = config.getoption("changed")
     if not revision:
         return
-    if hasattr(config, "workerinput"):
-        config.stash[SELECTED] = set(config.workerinput["selected"].split())
-        return
     changed = changed_since(revision)
     gone = [file for file in changed if not (ROOT / file).exists()]
     config.stash[SELECTED] = Graph(ROOT, gone).tests_of(changed)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """A process of xdist begins: the tree is read once."""
-    if SELECTED in node.config.stash:
-        node.workerinput["selected"] = " ".join(node.config.stash[SELECTED])
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

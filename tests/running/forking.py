@@ -35,6 +35,7 @@ from kunserve.cluster.processes.launch import (
 )
 from kunserve.cluster.processes.process_mark import mark_of
 from kunserve.transport.children.child import words_for
+from kunserve.transport.wire.network import FrontPlace
 
 ROOT = Path(__file__).parents[2]
 REAL = "kunserve.cluster.instance.main"
@@ -57,6 +58,8 @@ class ForkingLauncher(LocalLauncher):
 class ForkedInstance:
     """A fork, watched from the test's event loop."""
 
+    public_key: str | None = None
+
     def __init__(self, pid: int, said_fd: int, end_fd: int) -> None:
         """``said_fd`` is its standard output; its exit code comes from ``end_fd``."""
         self.pid = pid
@@ -78,7 +81,7 @@ class ForkedInstance:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def follow(self, front_address: str) -> None:
+    def follow(self, front: FrontPlace) -> None:
         """It sees that by itself."""
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.faulty_instance import program_of
+from benchmarks.faults.faulty_instance import program_of
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.cluster.processes.launch import Launcher, LocalLauncher
 from kunserve.core.ids import InstanceId

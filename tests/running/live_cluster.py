@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.faulty_instance import program_of
+from benchmarks.faults.faulty_instance import program_of
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.cluster.processes.launch import FakeSettings, Launcher
 from kunserve.core.config import (

@@ -97,7 +97,7 @@ print(*(file for one in sys.modules.values() if (file := getattr(one, "__file__"
     ("program", "test"),
     [
         ("kunserve_lab.world.fake_main", "tests/e2e/processes/test_local_cluster.py"),
-        ("benchmarks.faulty_instance", "tests/e2e/processes/test_failures.py"),
+        ("benchmarks.faults.faulty_instance", "tests/e2e/processes/test_failures.py"),
         ("tests.running.front_process", "tests/e2e/processes/test_front_loss.py"),
         ("kunserve.server.start.launch", "tests/e2e/processes/test_server_process.py"),
     ],
@@ -116,6 +116,6 @@ def test_a_drop_plan_is_nothing_to_a_parser_or_a_kernel(tree: Graph) -> None:
     found = tree.tests_of(["kunserve/policy/drop/plan.py"])
     assert "tests/unit/policy/drop/test_drop_plan.py" in found
     assert "tests/property/cluster/test_transitions.py" in found
-    assert "tests/e2e/tokens/test_engine_transitions.py" in found
+    assert "tests/e2e/tokens/test_tokens_through_a_drop.py" in found
     assert "tests/property/wire/test_parsers.py" not in found
     assert "tests/unit/engine/cpu/test_kernels.py" not in found

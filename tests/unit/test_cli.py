@@ -6,7 +6,9 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+import kunserve
 from kunserve.cli import main
+from kunserve.core.code import code_of
 
 WITHOUT = """
 import sys
@@ -37,25 +39,16 @@ def run_without(names: list[str], *args: str) -> subprocess.CompletedProcess[str
 def test_a_command_that_needs_an_extra_says_which(args: list[str], missing: str) -> None:
     done = run_without([missing], *args)
     assert done.returncode == 1
-    how = "pip install '.[bench]' in KunServe's folder"
+    how = "pip install 'kunserve[bench]'"
     expected = f"Error: kunserve {args[0]} needs the package {missing}: {how}\n"
     assert done.stderr == expected and "Traceback" not in done.stdout
 
 
-def test_a_server_needs_no_extra() -> None:
-    script = (
-        "import sys\n"
-        f"for name in {EXTRA_ONLY!r}: sys.modules[name] = None\n"
-        "import kunserve.server.start.command, kunserve.server.start.launch\n"
-        "import kunserve.cluster.instance.main\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_a_server_imports_neither_extras_nor_laboratory() -> None:
+def test_a_server_needs_no_extra_and_imports_neither_extras_nor_laboratory() -> None:
     """Every module of the serving house, in a process of its own."""
     script = (
         "import importlib, pkgutil, sys\n"
+        f"for name in {EXTRA_ONLY!r}: sys.modules[name] = None\n"
         "import kunserve\n"
         "for found in pkgutil.walk_packages(kunserve.__path__, 'kunserve.'):\n"
         "    if '.triton' not in found.name and not found.name.endswith(('_ops', '__main__')):\n"
@@ -79,3 +72,8 @@ def test_a_server_imports_neither_extras_nor_laboratory() -> None:
 def test_a_slip_in_a_command(word: str, said: str) -> None:
     result = CliRunner().invoke(main, [word, "--port", "1"])
     assert result.exit_code == 2 and result.output.rstrip().endswith(said)
+
+
+def test_the_version_names_the_code() -> None:
+    said = CliRunner().invoke(main, ["--version"]).output
+    assert said == f"kunserve {kunserve.__version__} (code {code_of()})\n"

@@ -27,16 +27,18 @@ from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 from tests.ways.called import stop_writing, write_calls
 
 ROOT = Path(__file__).parents[2]
-MOST = {"request": 79, "drop": 60, "piece": 40}
-"""Functions of a way: more than so many are too many to read. A request's aim is 55."""
+MOST = {"request": 55, "drop": 48, "piece": 39}
+"""Functions of a way: more than so many are too many to read."""
 NUM_BURST = 12
+MOST_BURSTS = 5
+"""On a busy machine nobody may run on one side when the drop comes: then no KV is moved."""
 
 
 def ways() -> dict[str, list[tuple[str, list[str]]]]:
     """Way -> (process, its functions in order), as the page has them."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     found: dict[str, list[tuple[str, list[str]]]] = {}
-    for name, block in re.findall(r"```way (\w+)\n(.*?)```", page, re.DOTALL):
+    for name, block in re.findall(r"```way-(\w+)\n(.*?)```", page, re.DOTALL):
         found[name] = []
         for line in block.splitlines():
             process, _, functions = line.partition(": ")
@@ -48,7 +50,7 @@ WAYS = ways()
 
 
 async def burst(folder: Path) -> None:
-    """One request alone, then so many that memory runs out and a drop makes room."""
+    """One request alone, then so many that memory runs out, and a drop makes room and moves KV."""
     settings = replace(config(2), cluster=replace(config(2).cluster, check_invariants=False))
     launcher = LocalLauncher(("-m", "tests.ways.called_instance", str(folder)))
     fake = replace(FAKE, kv_blocks=24)
@@ -83,9 +85,15 @@ async def ask(cluster: LocalCluster, settings: KunServeConfig) -> None:
             assert answer.status_code == 200 and "[DONE]" in answer.text, answer.text
 
         await one(3)
-        requests = [asyncio.create_task(one(90)) for _ in range(NUM_BURST)]
-        await until(lambda: cluster.state().transitions)
-        await asyncio.gather(*requests)
+        for _ in range(MOST_BURSTS):
+            requests = [asyncio.create_task(one(90)) for _ in range(NUM_BURST)]
+            await until(lambda: len(cluster.state().loads) == 1)
+            await asyncio.gather(*requests)
+            if any(record.moved_bytes for record in cluster.state().transitions):
+                return
+            await cluster.restore()
+            await until(lambda: len(cluster.state().loads) == 2)
+        raise AssertionError("no drop moved KV")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from kunserve.core.layout import GroupLayout, LayerRange
 from kunserve.core.load import LeaderTotals, LoadReport
 from kunserve.core.snapshots import (
     ClusterState,
+    FormingGroup,
     InstanceSnapshot,
     InstanceSpec,
     Kind,
@@ -159,6 +160,8 @@ class StoryEngine(EchoEngine):
     trigger: str = TRIGGER
     reasons: tuple[str, ...] = ()
     is_scale_up_wanted: bool = False
+    forming_s: float | None = None
+    """How long the first group has formed; None: none does."""
     _began_s: float = field(default_factory=time.monotonic)
     at_s: float = 0.0
     runs: bool = True
@@ -177,8 +180,13 @@ class StoryEngine(EchoEngine):
             instances.append(InstanceSnapshot(spec, number not in self.dead, layers, units))
         transitions = tuple(transitions_at(t_s, self.trigger)) if self.traffic else ()
         done = [record for record in transitions if record.outcome == "done"]
+        forming: tuple[FormingGroup, ...] = ()
+        if self.forming_s is not None:
+            first = groups[0]
+            forming = (FormingGroup(first.group_id, first.members, t_s - self.forming_s),)
         return ClusterState(
             now_s=t_s,
+            forming=forming,
             instances=tuple(instances),
             groups=groups,
             loads=tuple(load_of(group, t_s, self.traffic) for group in groups),

@@ -319,14 +319,16 @@ def test_unknown_model_path_and_method(client: httpx.Client) -> None:
 
 
 def test_over_long_prompts_say_so_first(client: httpx.Client) -> None:
-    for change in (
-        {"prompt": [1] * 600},
-        {"prompt": "word " * 90_000},
-        {"max_tokens": 600},
-        {"prompt": [1] * 512, "max_tokens": 5},
+    for change, param in (
+        ({"prompt": [1] * 600}, "prompt"),
+        ({"prompt": "word " * 90_000}, "prompt"),
+        ({"max_tokens": 600}, "max_tokens"),
+        ({"prompt": [1] * 512, "max_tokens": 5}, "prompt"),
+        ({"prompt": [1] * 510, "max_tokens": 5}, "max_tokens"),
     ):
         error = error_of(client.post(COMPLETIONS, json=PROMPT | change), 400)
         assert error["message"].startswith("This model's maximum context length is 512 tokens.")
+        assert error["param"] == param, change
 
 
 def test_body_of_50_mb(client: httpx.Client) -> None:

@@ -223,6 +223,9 @@ def test_a_dropped_cluster_is_shown(story: LiveServer, visit: Callable[..., Visi
         expect(pipeline).to_contain_text(name)
     expect(page.locator("[data-tile='Drops']")).to_contain_text("2")
     expect(page.locator("[data-tile='Arrivals']")).to_contain_text(re.compile(r"[\d,]+ refused"))
+    for tile, chart in (("Arrivals", "arrivals"), ("Output tokens", "output")):
+        said = page.locator(f"[data-tile='{tile}'] .value").inner_text()
+        expect(page.locator(f"[data-chart='{chart}'] li b")).to_have_text(said)
     expect(page.locator("[data-tile='TTFT p99']")).to_contain_text(re.compile(r"n=[\d,]+"))
     expect(page.locator("[data-tile='Wait avoided'] .value")).to_have_text(
         re.compile(r"[1-9].* s$")
@@ -304,8 +307,9 @@ def test_bubbles_are_drawn_while_there_are_pipelines(
 
 
 @needs_chromium
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize(
+    ("scheme", "size"), [("light", WIDE), ("dark", NARROW)], ids=["light-wide", "dark-narrow"]
+)
 def test_memory_is_painted(
     story: LiveServer, visit: Callable[..., Visit], scheme: str, size: dict[str, int]
 ) -> None:
@@ -410,6 +414,20 @@ def test_it_says_why_nothing_is_done(visit: Callable[..., Visit]) -> None:
         expect(page.locator("#reasons li")).to_have_text([why])
         expect(page.locator("#status")).to_have_text("live, more instances wanted")
         one.check(server)
+
+
+@needs_chromium
+def test_it_says_for_how_long_a_group_forms(visit: Callable[..., Visit]) -> None:
+    with live_server(StoryEngine(forming_s=34.0, traffic=False)) as server:
+        tell(server)
+        one = visit()
+        page = one.open(server)
+        card = page.locator("#groups .group")
+        expect(card.first.locator(".badge")).to_have_text("forms for 34 s")
+        expect(card.nth(1).locator(".badge")).to_be_hidden()
+        one.check(server)
+        with server.client() as client:
+            assert "kunserve:longest_forming_seconds{" in client.get("/metrics").text
 
 
 @needs_chromium

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.hostile_requests import hostile_requests
-from benchmarks.http_fuzz import fuzz, linger, open_files
+from benchmarks.faults.hostile_requests import hostile_requests
+from benchmarks.faults.http_fuzz import fuzz, linger, open_files
 from kunserve.core.config import ServerConfig
 from kunserve.server.http.limits import FrontLimits
 from tests.conftest import wait_until

@@ -316,7 +316,7 @@ def test_error_classes(server: LiveServer, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="other", prompt="x")
     assert unknown.value.body == {
-        "message": "The model `other` does not exist.",
+        "message": "The model `other` does not exist. Here is `tiny`.",
         "type": "NotFoundError",
         "param": "model",
         "code": 404,

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from kunserve.core.config import SchedulerConfig
 from kunserve.server.http.limits import FrontLimits
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
 from tests.unit.server.tiny_tokenizer import ids, tiny_tokenizer
@@ -332,3 +333,22 @@ def test_what_would_change_nothing_is_taken(client: openai.OpenAI) -> None:
     neutral = {"suffix": "", "use_beam_search": False, "length_penalty": 1.0, "priority": 0}
     more = {"spaces_between_special_tokens": False, "best_of": 1, "logits_processors": None}
     client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body=neutral | more)
+
+
+def test_a_priority_comes_to_the_engine() -> None:
+    """By every API that generates."""
+    with (
+        live_server(scheduler=SchedulerConfig(scheduling_policy="priority")) as server,
+        server.client() as http,
+    ):
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "priority": -3}
+        for path, body in (
+            ("completions", {"prompt": "x", "max_tokens": 1, "priority": -3}),
+            ("chat/completions", chat),
+            ("messages", chat | {"max_tokens": 1}),
+            ("responses", {"input": "x", "max_output_tokens": 1, "priority": -3}),
+        ):
+            assert http.post(f"/v1/{path}", json=body).status_code == 200
+            assert server.engine.submitted[-1].priority == -3
+        too_far = {"prompt": "x", "priority": 1 << 63}
+        assert http.post("/v1/completions", json=too_far).status_code == 400

@@ -7,6 +7,7 @@ import openai
 import pydantic
 import pytest
 
+from kunserve.core.config import ChatConfig
 from tests.conftest import wait_until
 from tests.unit.server.live_server import MODEL, LiveServer, live_server, run_async
 from tests.unit.server.tiny_tokenizer import ids, tiny_tokenizer
@@ -25,9 +26,22 @@ CLOSING = [
 ]
 
 
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "The forecast",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": True,
+}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
+
+
 @pytest.fixture(scope="module")
 def shared() -> Generator[LiveServer, None, None]:
-    with live_server() as server:
+    chat = ChatConfig(
+        enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3"
+    )
+    with live_server(chat=chat) as server:
         yield server
 
 
@@ -98,6 +112,7 @@ def test_a_conversation(server: LiveServer, client: openai.OpenAI) -> None:
             {"role": "developer", "content": [{"type": "input_text", "text": "Be brief"}]},
             {"type": "message", "role": "user", "content": "Rain?"},
             {"type": "reasoning", "id": "r", "summary": []},
+            {"role": "assistant", "content": "Look"},
             call,
             {"type": "function_call_output", "call_id": "c", "output": "dry"},
             {
@@ -110,7 +125,7 @@ def test_a_conversation(server: LiveServer, client: openai.OpenAI) -> None:
             {"role": "user", "content": "And now?"},
         ],
     )
-    turns = ["system\nBe brief", "user\nRain?", "assistant\nrain:X", "tool\ndry"]
+    turns = ["system\nBe brief", "user\nRain?", "assistant\nLookrain:X", "tool\ndry"]
     turns += ["assistant\nNo", "user\nAnd now?"]
     expected = "".join(f"<|start|>{turn}<|end|>\n" for turn in turns)
     assert prompt_text(server) == expected + "<|start|>assistant\n"
@@ -142,7 +157,10 @@ def test_log_probabilities(server: LiveServer, client: openai.OpenAI, stream: bo
         ({"store": True}, "keeps no responses"),
         ({"previous_response_id": "resp_1"}, "whole conversation"),
         ({"background": True}, "keeps no responses"),
-        ({"tools": [{"type": "web_search"}]}, "chat/completions"),
+        ({"tools": [{"type": "web_search"}]}, "only functions"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "among"),
+        ({"extra_body": {"max_tool_calls": 2}}, "parallel_tool_calls"),
         ({"include": ["reasoning.encrypted_content"]}, "include"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
@@ -150,7 +168,6 @@ def test_log_probabilities(server: LiveServer, client: openai.OpenAI, stream: bo
         ({"temperature": 3}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "maximum context length"),
-        ({"reasoning": {"effort": "high"}}, "chat_template_kwargs"),
         ({"extra_body": {"n": 2}}, "one answer"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
     ],
@@ -197,7 +214,7 @@ def test_a_client_that_leaves_ends_its_request(server: LiveServer) -> None:
     assert server.engine.aborted
 
 
-@pytest.mark.parametrize("path", ["embeddings", "rerank", "audio/transcriptions", "messages"])
+@pytest.mark.parametrize("path", ["embeddings", "rerank", "audio/transcriptions"])
 def test_endpoints_of_others_say_why_they_are_not_there(server: LiveServer, path: str) -> None:
     with server.client() as http:
         answer = http.post(f"/v1/{path}", json={"model": MODEL, "input": "x"})
@@ -219,3 +236,57 @@ def test_a_form(server: LiveServer, client: openai.OpenAI) -> None:
         assert stream.get_final_response().output_parsed == Place(city="Paris")
     with pytest.raises(openai.BadRequestError, match="response_format"):
         client.responses.create(model=MODEL, input="x", text={"format": {"type": "yaml"}})
+
+
+@pytest.mark.parametrize("per_tick", [1, 100])
+def test_calls_of_tools(server: LiveServer, client: openai.OpenAI, per_tick: int) -> None:
+    says(server, f"<think>Two\n</think>\n\nLook. {CALL}{CALL}")
+    server.configure(per_tick=per_tick)
+    asked: Any = {"model": MODEL, "input": "Where?", "tools": [WEATHER]}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    for response in (whole, streamed):
+        thought, words, *calls = response.output
+        assert thought.type == "reasoning" and thought.content[0].text == "Two"
+        assert words.type == "message" and response.output_text == "Look."
+        assert [call.name for call in calls] == ["weather"] * 2
+        assert [call.arguments for call in calls] == ['{"city": "Köln"}'] * 2
+        assert len({item.id for item in response.output}) == 4 and calls[0].call_id
+        assert response.status == "completed" and response.tools[0].name == "weather"
+    told = [event.delta for event in events if event.type.endswith("arguments.delta")]
+    assert "".join(told) == '{"city": "Köln"}' * 2
+    kinds = [event.type for event in events if event.type.startswith("response.output_item")]
+    assert kinds == ["response.output_item.added", "response.output_item.done"] * 4
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ({"type": "function", "name": "weather"}, '{"city": "Bonn"}'),
+        ("required", '[{"name": "weather", "parameters": {"city": "Bonn"}}]'),
+    ],
+)
+def test_a_call_that_is_forced(
+    server: LiveServer, client: openai.OpenAI, choice: Any, said: str
+) -> None:
+    says(server, said)
+    answer = client.responses.create(
+        model=MODEL, input="x", tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False
+    )
+    (call,) = answer.output
+    assert call.type == "function_call" and call.name == "weather"
+    assert server.engine.submitted[-1].sampling.structured is not None
+    assert answer.tool_choice and answer.parallel_tool_calls is False
+
+
+def test_thoughts(server: LiveServer, client: openai.OpenAI) -> None:
+    says(server, "<think>Hm</think>No")
+    answer = client.responses.create(model=MODEL, input="x", reasoning={"effort": "high"})
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    assert answer.output_text == "No"
+    events = list(client.responses.create(model=MODEL, input="x", stream=True))
+    thoughts = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
+    assert "".join(thoughts) == "Hm"

@@ -11,9 +11,9 @@ from pydantic import BaseModel
 
 from kunserve.core.config import ChatConfig
 from kunserve.core.request import ReasoningMarks
-from kunserve.server.api.parsers.names import TOOL_PARSERS
-from kunserve.server.api.parsers.tagged import tagged
+from kunserve.server.api import chat_format
 from kunserve.server.api.text import TextCodec
+from kunserve_extras.tool_parsers.tagged import tagged
 from tests.conftest import wait_until
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
 from tests.unit.server.tiny_tokenizer import ids, tiny_tokenizer
@@ -301,7 +301,8 @@ def test_marks_that_are_special_tokens_are_read_and_not_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the server's other flags of chats."""
-    monkeypatch.setitem(TOOL_PARSERS, "starts", tagged(("<|start|>",)))
+    monkeypatch.setattr(chat_format, "extra_names", lambda _: ["starts"])
+    monkeypatch.setattr(chat_format, "find_extra", lambda *_: tagged(("<|start|>",)))
     chat = ChatConfig(
         enable_auto_tool_choice=True,
         tool_call_parser="starts",

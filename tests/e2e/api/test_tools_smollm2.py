@@ -17,7 +17,6 @@ TOOLS: Any = [
                 "type": "object",
                 "properties": {key: schema},
                 "required": [key],
-                "additionalProperties": False,
             },
         },
     }

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.chaos import Setting, run_chaos
+from benchmarks.faults.chaos import Setting, run_chaos
 
 
 @pytest.mark.timeout(900)

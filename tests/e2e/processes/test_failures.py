@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faulty_instance import POISON
+from benchmarks.faults.faulty_instance import POISON
 from kunserve.cluster.driver.local import LocalCluster
+from kunserve.control.cluster import forming
 from kunserve.control.cluster.controller import Controller
 from kunserve.core.errors import ConfigError, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
@@ -155,6 +156,32 @@ def test_a_request_that_kills_its_instance_is_found_out(tmp_path: Path) -> None:
         await until(lambda: cluster.vitals().num_missing == 0)
 
     with_cluster(story, faults=tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["stuck", "eio"])
+def test_a_disk_that_hangs_or_fails_costs_its_instance_and_no_request(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other member of its pipeline has died, so nobody else has the layers."""
+    monkeypatch.setattr(forming, "PATIENCE_S", 1.0)
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        for i in range(6):
+            client.submit(f"r{i}", max_tokens=300)
+        await client.all_flow()
+        await cluster.drop(None)
+        (tmp_path / f"{fault}-0").touch()
+        pid = cluster.pid_of(ZERO)
+        await cluster.kill(ONE)
+        await until(lambda: cluster.pid_of(ZERO) not in (pid, None))
+        await client.all_done()
+        await until(lambda: cluster.vitals().num_missing == 0)
+        assert cluster.state().num_deaths == 2 and cluster.state().num_quarantined == 0
+        assert not cluster._controller._requests.quarantine._points
+
+    with_cluster(story, faults=tmp_path)
+    if fault == "stuck":
+        assert "instance killed instance=0 reason='it forms a group, and nothing" in caplog.text
 
 
 def test_a_broken_connection_is_a_failure_of_its_instance(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from kunserve.cluster.processes.launch import blame_for
 from kunserve.control.cluster.requests.quarantine import Cause
 from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError, ModelFiles, TooLittleMemory
+from kunserve.core.faults import Fault
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
@@ -42,19 +43,30 @@ class Deaths:
         self.event.set()
 
 
-def lose_a_rank(body: EngineBody, deaths: Deaths, prompts: list[list[int]]) -> None:
-    """Rank 1 dies while steps run: one of them ends with that, and so does the next drop."""
+def lose_a_rank(
+    body: EngineBody,
+    deaths: Deaths,
+    prompts: list[list[int]],
+    number: signal.Signals = signal.SIGKILL,
+    fault: Fault = Fault.UNKNOWN,
+) -> None:
+    """Rank 1 dies while steps run: one of them ends with that, and so does the next drop.
+
+    Both tell whose doing it was.
+    """
     engine = DirectEngine([(body, LayerRange(0, body.spec.num_layers))])
     engine.generate(prompts, 2)
     (pid,) = body.other_pids
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RankLost):
+    os.kill(pid, number)
+    with pytest.raises(RankLost) as lost:
         while True:
             engine.generate(prompts, 2)
+    assert lost.value.fault is fault
     assert deaths.event.wait(30.0)
-    assert deaths.seen == [(1, -signal.SIGKILL)]
-    with pytest.raises(RankLost):
+    assert deaths.seen == [(1, -number)]
+    with pytest.raises(RankLost) as lost:
         body.memory.drop(LayerRange(0, 1))
+    assert lost.value.fault is fault
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +96,16 @@ def open_ranks(
     return EngineBody(InstanceId(0), model, config, source, backend=backend)
 
 
-def test_a_step_ends_when_a_rank_has_died(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "fault"), [(signal.SIGKILL, Fault.UNKNOWN), (signal.SIGSEGV, Fault.REQUEST)]
+)
+def test_a_step_ends_when_a_rank_has_died(
+    number: signal.Signals, fault: Fault, folder: Path
+) -> None:
+    """What it computed is to blame only if nobody else has ended it."""
     deaths = Deaths()
     with closing(open_ranks(folder, deaths=deaths)) as body:
-        lose_a_rank(body, deaths, PROMPT)
+        lose_a_rank(body, deaths, PROMPT, number, fault)
 
 
 def test_an_error_behind_a_word_leaves_the_next_word_its_answers(
@@ -116,8 +134,9 @@ def test_a_step_ends_when_a_rank_stands_still(
         meetings[0].as_c.patience_ns = 300_000_000
         (pid,) = body.other_pids
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(RankLost, match="stood still for too long"):
+        with pytest.raises(RankLost, match="stood still for too long") as lost:
             DirectEngine([(body, WHOLE)]).generate(PROMPT, 2)
+        assert lost.value.fault is Fault.MACHINE
         os.kill(pid, signal.SIGCONT)
 
 

@@ -1,6 +1,8 @@
 """Fake instances that are reached over TCP with keys, on loopback; several hosts: tests/hosts."""
 
 import asyncio
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,10 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.plan import Plan
 from tests.running.live_cluster import FAKE, Client, config
+
+ONE = InstanceId(1)
+STUN_S = 2.0
+"""Twice as long as any timeout allowed once, and half as long as the default now."""
 
 
 class LoopbackLauncher(LocalLauncher):
@@ -38,6 +44,38 @@ def test_a_cluster_over_tcp_drops_restores_and_survives_a_death() -> None:
             await cluster.kill(InstanceId(1))
             await client.all_done()
             assert not cluster.vitals().num_errors
+        finally:
+            await cluster.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_an_instance_that_stands_still_for_a_while_costs_time_only(is_dropped: bool) -> None:
+    """As a virtual machine that is moved. Before, after 1.2 s its weights were loaded anew."""
+
+    async def story() -> None:
+        cluster = await LocalCluster.start(
+            Plan(config(2)), vocab_size=FAKE.vocab_size, fake=FAKE, launcher=LoopbackLauncher()
+        )
+        try:
+            client = Client(cluster)
+            for i in range(4):
+                client.submit(f"r{i}", max_tokens=400)
+            await client.all_flow()
+            if is_dropped:
+                await cluster.drop(None)
+            groups, pid = cluster.state().groups, cluster.pid_of(ONE)
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(STUN_S)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await client.all_done()
+            state = cluster.state()
+            assert state.groups == groups and cluster.pid_of(ONE) == pid
+            assert state.num_deaths == state.num_rerun == cluster.vitals().num_errors == 0
         finally:
             await cluster.close()
 

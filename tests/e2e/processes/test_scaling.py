@@ -7,16 +7,19 @@ Half of it is slow, because every process costs its imports; ``test_chaos`` and 
 import os
 import signal
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kunserve.cluster.driver.local import LocalCluster
-from kunserve.cluster.processes.launch import LocalLauncher
+from kunserve.cluster.processes.launch import InstanceOrder, InstanceProcess, LocalLauncher
 from kunserve.control.cluster import scaling
+from kunserve.control.cluster.standing import Act
 from kunserve.core.errors import InvalidRequest, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from tests.conftest import wait_until
+from tests.running.forking import ForkingLauncher
 from tests.running.front_process import Front
 from tests.running.live_cluster import Client, until, with_cluster
 
@@ -36,10 +39,42 @@ async def has_size(cluster: LocalCluster, num_instances: int) -> None:
         size, vitals = cluster.state().size, cluster.vitals()
         assert size.wanted - size.ordered + size.leaving >= 0
         is_quiet = not (size.ordered or size.leaving or vitals.num_starting or vitals.num_missing)
-        is_quiet = is_quiet and not cluster._controller.placement.unready
+        is_quiet = is_quiet and not cluster._controller.placement.num_missing
         return is_quiet and vitals.num_instances == len(serving(cluster)) == num_instances
 
     await until(is_so)
+
+
+class LessLater(ForkingLauncher):
+    """All instances but the first ``num_first`` have less memory."""
+
+    num_first = 1
+
+    async def start(self, order: InstanceOrder) -> InstanceProcess:
+        self.num_first -= 1
+        if self.num_first < 0:
+            assert order.fake is not None
+            order = replace(order, fake=replace(order.fake, kv_blocks=8))
+        return await super().start(order)
+
+
+def test_an_instance_with_less_memory_is_refused_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, answers there were cut short, and long prompts ended it."""
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        assert await cluster.scale(2) == "from 1 to 2 instances: 1 start"
+        await until(lambda: "not grown" in caplog.text)
+        for i in range(6):
+            client.submit(f"r{i}", prompt_tokens=200, max_tokens=60)
+        await client.all_done()
+        assert serving(cluster) == [0] and cluster.vitals().num_instances == 1
+        assert cluster.state().num_deaths == 0
+
+    with_cluster(story, num_instances=1, policy="recompute", launcher=LessLater)
+    reason = "it has room for requests of 128 tokens, but this server takes 4096"
+    assert caplog.text.count(f"instance killed instance=1 reason='{reason}") == 2, "tried twice"
 
 
 @pytest.mark.slow
@@ -104,6 +139,24 @@ def test_an_instance_leaves_long_before_its_answers_end() -> None:
     with_cluster(story, policy="drop")
 
 
+def test_an_instance_that_is_asked_to_end_hurts_nobody() -> None:
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        for i in range(8):
+            client.submit(f"r{i}", max_tokens=400, prompt=(i,) * 40)
+        await client.all_flow()
+        await until(lambda: all(load.num_running for load in cluster.state().loads))
+        pid = cluster.pid_of(ONE)
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+        await until(lambda: cluster.pid_of(ONE) not in (None, pid))
+        assert cluster._controller.balance.num_moved
+        await has_size(cluster, 2)
+        await client.all_done()
+        assert cluster.state().num_rerun == 0
+
+    with_cluster(story, policy="drop")
+
+
 @pytest.mark.slow
 def test_deaths_while_joining_and_leaving(tmp_path: Path) -> None:
     async def story(cluster: LocalCluster, client: Client) -> None:
@@ -132,7 +185,7 @@ def test_deaths_while_joining_and_leaving(tmp_path: Path) -> None:
 def cluster_takes(cluster: LocalCluster, instance_id: int) -> bool:
     placement = cluster._controller.placement
     group = placement.with_member(InstanceId(instance_id))
-    return group is not None and placement.takes(group.layout.group_id)
+    return group is not None and Act.TAKE in group.may
 
 
 @pytest.mark.slow

@@ -1,10 +1,9 @@
 """Instances of several ranks with a device each, on a stand-in for its driver, with sums by gloo:
-greedy tokens in float32 are those of transformers, whatever is dropped, restored and moved.
+greedy tokens in float32 are those of transformers, whatever is moved and refused.
 """
 
 import logging
 import os
-import random
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -36,8 +35,6 @@ from tests.e2e.tokens.test_tensor_parallel import (
     NUM_TOKENS,
     PROMPTS,
     WHOLE,
-    drop_half,
-    move_layers,
 )
 from tests.fakecuda.library import KIB, MIB, FakeCuda, build
 from tests.tape import TapeRecorder
@@ -93,43 +90,6 @@ def open_ranks(
         deaths or Deaths(),
     )
     return EngineBody(InstanceId(number), model, config, source, scheduler, backend)
-
-
-def test_through_drops_exchanges_and_restores(
-    fake: FakeCuda, saved: tuple[Path, list[list[int]]]
-) -> None:
-    """Two instances of two ranks: a pipeline, layers back from disk, then from the peer; remaps
-    with and without a preparation, some of them refused by a driver at first.
-    """
-    folder, expected = saved
-    draw = random.Random(folder.name)
-    with ExitStack() as stack:
-        pair = [stack.enter_context(closing(open_ranks(folder, 2, number))) for number in range(2)]
-        first, second = pair
-        for source, chunk_size in (("disk", 1000), ("peer", 5)):
-            for body, keep in zip(pair, HALVES, strict=True):
-                alone = DirectEngine([(body, WHOLE)])
-                assert alone.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
-                if draw.random() < 0.7:
-                    assert body.memory.prepare(keep) is None
-                if draw.random() < 0.3:
-                    assert body.memory.prepare(WHOLE) is None
-                drop_half(body, keep)
-            engine = DirectEngine(list(zip(pair, HALVES, strict=True)))
-            assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
-            for body, missing in zip(pair, reversed(HALVES), strict=True):
-                fake.refuse(draw.randrange(6))
-                refusal = body.memory.prepare(WHOLE)
-                fake.refuse_nothing()
-                assert refusal is None or body.memory.prepare(WHOLE) is None
-                assert body.memory.reclaim(WHOLE).kv_units == body.spec.kv_units
-                if source == "disk":
-                    body.load_layers(missing)
-            if source == "peer":
-                move_layers(first, second, HALVES[0])
-                move_layers(second, first, HALVES[1])
-            for body in pair:
-                body.check()
 
 
 OTHER_KINDS = [

@@ -11,7 +11,7 @@ from kunserve.core.config import OverloadConfig, SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.plan import Measured, SwapPlan
 from kunserve.core.request import SamplingParams
-from tests.e2e.tokens.test_engine_transitions import (
+from tests.e2e.tokens.asked_cluster import (
     NUM_TOKENS,
     PROMPTS,
     SEEDED,

@@ -103,25 +103,6 @@ def test_the_reference_attention_agrees(saved: tuple[Path, list[list[int]]]) -> 
         assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
 
 
-def test_dropped_halves_as_a_pipeline_and_back(saved: tuple[Path, list[list[int]]]) -> None:
-    folder, expected = saved
-    halves = [LayerRange(0, 2), LayerRange(2, 4)]
-    with bodies(folder, 2) as pair:
-        for body, keep in zip(pair, halves, strict=True):
-            before = body.memory.kv_units
-            remap = body.memory.drop(keep)
-            assert remap.kv_units == body.spec.units_when_holding(2) > before
-            assert remap.moved_bytes >= body.spec.layer_bytes
-        engine = DirectEngine(list(zip(pair, halves, strict=True)))
-        assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
-        for body, keep in zip(pair, halves, strict=True):
-            missing = halves[1] if keep == halves[0] else halves[0]
-            assert body.memory.reclaim(missing).kv_units == body.spec.kv_units
-            body.load_layers(missing)
-            whole = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
-            assert whole.generate(PROMPTS, NUM_TOKENS, 16) == expected
-
-
 def test_uneven_stages_and_layers_from_a_peer(saved: tuple[Path, list[list[int]]]) -> None:
     folder, expected = saved
     ranges = [LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)]

@@ -20,28 +20,23 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.kv_blocks import ring_of
 from kunserve.core.layout import LayerRange
 from kunserve.core.plan import Measured, SwapPlan
-from kunserve.core.request import SamplingParams
 from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import EngineBody
 from kunserve.model.config import read_spec
 from kunserve.model.source import resolve_model
 from kunserve.server.start.plan import find_ring
 from tests.direct_engine import DirectEngine
-from tests.e2e.tokens.test_engine_transitions import (
+from tests.e2e.tokens.asked_cluster import (
+    GREEDY,
     NUM_TOKENS,
     PROMPTS,
-    QUEUED,
-    QUEUED_TOKENS,
     Answers,
     config_of,
-    drop_to,
-    restore_when_it_fits,
     run,
 )
 from tests.tiny_models import GEMMAS, VOCAB, expected_tokens, greedy_after, tiny_model
 from tests.unit.engine.reference_attention import ReferenceBackend
 
-GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 NUM_LAYERS = 5
 STEP_TOKENS = 16
 RING = ring_of(24, 2, 8, STEP_TOKENS)
@@ -101,39 +96,6 @@ def ringed(config: KunServeConfig) -> KunServeConfig:
     spec = read_spec(resolve_model(config.model.model, config.model.load_format), "float32")
     assert find_ring(asked, spec) == RING
     return asked
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("kind", ["gemma3", pytest.param("gemma2", marks=pytest.mark.slow)])
-def test_through_a_drop_a_restore_and_a_crash(kind: str, tmp_path: Path) -> None:
-    model = tiny_model(kind, NUM_LAYERS)
-    model.save_pretrained(tmp_path)
-    config = ringed(config_of(str(tmp_path), "float32", 2, KV_BYTES))
-    early, late = list(PROMPTS)[2:6], list(QUEUED)[3:9]
-
-    async def story(cluster: LocalCluster, answers: Answers) -> None:
-        assert cluster.limits.max_model_len == (6 + 2 * 18) * 8
-        for name in early:
-            answers.ask(name, PROMPTS[name], NUM_TOKENS[name], GREEDY)
-        await answers.have(3)
-        await drop_to(cluster, 1)
-        (group,) = cluster.state().groups
-        assert [stage.layers.num_layers for stage in group.stages] == [2, 3]
-        for name in late[:3]:
-            answers.ask(name, QUEUED[name], QUEUED_TOKENS, GREEDY)
-        await answers.have(2)
-        await restore_when_it_fits(cluster)
-        for name in late[3:]:
-            answers.ask(name, QUEUED[name], 70, GREEDY)
-        await answers.have(2)
-        await cluster.kill(InstanceId(1))
-
-    answers = run(config, VOCAB, story, measured=Measured(ring=RING))
-    assert set(answers.tokens) == {*early, *late}
-    for name, tokens in answers.tokens.items():
-        prompt = (PROMPTS | QUEUED)[name]
-        assert len(tokens) >= QUEUED_TOKENS
-        assert tokens == greedy_after(model, prompt, tokens), name
 
 
 @pytest.mark.slow

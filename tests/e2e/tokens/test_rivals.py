@@ -9,7 +9,7 @@ import pytest
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import ClusterConfig, OverloadConfig
 from kunserve.core.request import SamplingParams
-from tests.e2e.tokens.test_engine_transitions import NUM_TOKENS, PROMPTS, Answers, config_of, run
+from tests.e2e.tokens.asked_cluster import NUM_TOKENS, PROMPTS, Answers, config_of, run
 from tests.tiny_models import VOCAB, greedy_after, tiny_model
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

@@ -22,7 +22,7 @@ from kunserve.engine.body import EngineBody
 from kunserve.engine.sampling.structured.grammar import compile_form
 from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
 from tests.direct_engine import DirectEngine
-from tests.e2e.tokens.test_engine_transitions import config_of, drop_to, restore_when_it_fits
+from tests.e2e.tokens.asked_cluster import config_of, drop_to, restore_when_it_fits
 from tests.tiny_models import VOCAB, save_tiny, save_tokenizer
 
 NUM_LAYERS = 4

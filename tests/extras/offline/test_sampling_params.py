@@ -8,7 +8,8 @@ import pytest
 
 from kunserve import SamplingParams, StructuredOutputsParams
 from kunserve.core.errors import InvalidRequest
-from kunserve.server.api.schema import CompletionBody, parse_body
+from kunserve.server.api.schema import CompletionBody
+from tests.unit.server.read_body import read_body
 
 VLLM = [
     "n",
@@ -75,7 +76,7 @@ def test_the_names_are_vllms() -> None:
 )
 def test_the_rules_are_those_of_http(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as there:
-        parse_body(CompletionBody, json.dumps({name: value}).encode())
+        read_body(CompletionBody, json.dumps({name: value}).encode())
     with pytest.raises(InvalidRequest) as here:
         SamplingParams(**{name: value})
     assert here.value.param == there.value.param == name

@@ -99,6 +99,7 @@ class Actor:
 
         class Method:
             def remote(method, *args: Any) -> Ref:
+                self._ray.carried.append((name, args))
                 return Ref(lambda: self._call(name, args), lambda: getattr(self.body, name)(*args))
 
         return Method()
@@ -118,7 +119,9 @@ class Actor:
     async def _run(self, name: str, args: tuple[Any, ...]) -> Any:
         if not self.over.is_set():
             await self._placed.wait()
-        return await getattr(self.body, name)(*args)
+        answer = await getattr(self.body, name)(*args)
+        self._ray.carried.append((name, (answer,)))
+        return answer
 
     def die(self) -> None:
         """Its process is gone, and the instance's with it, as the system sees to."""
@@ -136,6 +139,8 @@ class FakeRay:
     """A cluster. ``installed`` puts it where ``import ray`` finds it."""
 
     def __init__(self, *nodes: Node) -> None:
+        self.carried: list[tuple[str, tuple[Any, ...]]] = []
+        """What actors were asked, and what they answered."""
         self.nodes = list(nodes)
         self.actors: list[Actor] = []
         self.requests: list[list[dict[str, float]]] = []

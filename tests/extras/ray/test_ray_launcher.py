@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from kunserve.cluster.driver.local import LocalCluster
-from kunserve.cluster.processes.launch import InstanceOrder, StartupFailure
+from kunserve.cluster.processes.launch import InstanceOrder
 from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, KunServeConfig
-from kunserve.core.errors import ConfigError, TooLittleMemory
+from kunserve.core.errors import ConfigError, StartupFailure, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.place import Place
 from kunserve.core.plan import Plan
 from kunserve.engine.memory.free_memory import PROCESS_BYTES
-from kunserve.transport.wire.network import Network
+from kunserve.transport.wire.network import FrontPlace, Network
 from kunserve_extras.ray.nodes import Node as Has
 from kunserve_extras.ray.nodes import need_of, num_that_fit, place_of, shortage
 from tests.extras.ray.fake_ray import FakeRay, Node, installed
@@ -126,7 +126,7 @@ def test_without_ray_the_command_to_install_it_is_told(monkeypatch: pytest.Monke
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert _launcher(KunServeConfig()) is None
-    with pytest.raises(ConfigError, match=r"pip install '\.\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'kunserve\[ray\]'"):
         _launcher(KunServeConfig(cluster=ClusterConfig(launcher="ray")))
 
 
@@ -185,7 +185,7 @@ def test_an_order_is_carried_out_where_ray_has_put_it(ray: FakeRay) -> None:
     assert at(order(), site) == replace(order(), place=Place("10.0.0.7", "r"))
     network = Network("", "mine", "secret", "the front's")
     placed = at(replace(order(), network=network), site)
-    assert placed.network == replace(network, host="10.0.0.7")
+    assert placed.network == Network("10.0.0.7", "", "", "the front's"), "keys are made there"
 
 
 def test_last_words_name_the_node(ray: FakeRay, tmp_path: Path) -> None:
@@ -245,6 +245,38 @@ def test_an_actor_that_does_not_start_its_process_is_ended(
     assert not ray.living
 
 
+def test_an_actor_that_cannot_be_asked_for_the_end_is_ended(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever Ray raises: else its process would hold its memory, and nobody would watch it."""
+    from kunserve_extras.ray.node_agent import NodeAgent
+
+    end = NodeAgent.end
+    num_to_fail = 0
+
+    async def asked(agent: NodeAgent) -> Any:
+        nonlocal num_to_fail
+        if num_to_fail:
+            num_to_fail -= 1
+            raise ValueError("another class there")
+        return await end(agent)
+
+    monkeypatch.setattr(NodeAgent, "end", asked)
+
+    async def story(cluster: LocalCluster, client: Client) -> None:
+        nonlocal num_to_fail
+        num_to_fail, num_actors = 1, len(ray.actors)
+        await cluster.kill(ONE)
+        await until(lambda: len(ray.actors) == num_actors + 2)
+        await until(lambda: not cluster.vitals().num_missing)
+        client.submit("r", max_tokens=20)
+        await client.all_done()
+        assert len(ray.living) == 2, "the one that was given up has ended"
+
+    with_cluster(story, launcher=launcher)
+    assert not ray.living
+
+
 def test_a_front_finds_what_an_earlier_one_has_left(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +293,7 @@ def test_a_front_finds_what_an_earlier_one_has_left(
         assert {one: process.pid for one, process in found.items()} == dict(first.vitals().pids)
         (process,) = [p for i, p in found.items() if i == ONE]
         first._processes._places[ONE].process.kill()  # of a front that commands it no more
-        process.follow("tcp://127.0.0.1:1")
+        process.follow(FrontPlace("tcp://127.0.0.1:1"))
         await asyncio.sleep(0.05)
         assert not first.vitals().num_missing
         process.kill()

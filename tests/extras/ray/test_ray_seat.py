@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from kunserve.cluster.driver.local import LocalCluster
+from kunserve.core.config import ServerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.plan import Plan
+from kunserve.transport.wire.network import Keys, new_keys
 from kunserve_extras.ray import seat_book
 from kunserve_extras.ray.seat_book import KEPT_S, SILENT_S, Holder, SeatBook
 from tests.extras.ray.fake_ray import FakeRay, Node, installed
@@ -155,6 +157,50 @@ def test_a_front_comes_back_on_another_host(
     assert not ray.living
 
 
+def test_nothing_secret_goes_through_ray(
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its channels are in clear unless Ray itself has TLS: they see public keys only."""
+    from kunserve_extras.ray import seat
+
+    monkeypatch.setattr(seat, "HOLD_S", 0.05)
+    pairs: list[Keys] = []
+
+    def noted() -> Keys:
+        pairs.append(new_keys())
+        return pairs[-1]
+
+    monkeypatch.setattr("kunserve.cluster.processes.front_wires.new_keys", noted)
+    monkeypatch.setattr("kunserve_extras.ray.node_agent.new_keys", noted)
+
+    async def story() -> None:
+        from kunserve_extras.ray.launcher import RayLauncher
+        from kunserve_extras.ray.session import Session
+
+        settings = replace(config(2), server=ServerConfig(api_key="sesame"))
+        cluster = await LocalCluster.start(
+            Plan(settings),
+            vocab_size=FAKE.vocab_size,
+            fake=FAKE,
+            launcher=RayLauncher(Session(None), is_detached=True, name="llm"),
+            run_folder=tmp_path,
+        )
+        client = Client(cluster)
+        for i in range(3):
+            client.submit(f"r{i}", max_tokens=20)
+        await cluster.drop(None)  # instances believe each other's keys, too
+        await client.all_done()
+        await cluster.close()
+
+    asyncio.run(story())
+    carried = repr(ray.carried)
+    assert {"begin", "take", "write"} <= {name for name, _ in ray.carried}
+    assert len(pairs) >= 5 and any(pair.public in carried for pair in pairs)
+    assert not any(pair.secret in carried for pair in pairs)
+    assert "sesame" not in carried
+    assert not ray.living
+
+
 def test_two_fronts_of_one_name(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +239,38 @@ def test_a_front_whose_seat_is_taken_is_told(ray: FakeRay, monkeypatch: pytest.M
 
     asyncio.run(story())
     assert told == ["first"] and not ray.living
+
+
+def test_a_seat_is_held_whatever_ray_raises(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kunserve_extras.ray import seat
+
+    monkeypatch.setattr(seat, "HOLD_S", 0.01)
+    told: list[str] = []
+    awaited = seat.awaited
+    num_asked = 0
+
+    async def refused(answer: Any) -> Any:
+        nonlocal num_asked
+        num_asked += 1
+        if 2 < num_asked < 6:
+            raise ValueError("the actor's name is another one's")
+        return await awaited(answer)
+
+    monkeypatch.setattr(seat, "awaited", refused)
+
+    async def story() -> None:
+        await seat.RaySeat.take("llm", "a", 30.0, lambda: told.append("first"))
+        await until(lambda: num_asked > 8)
+        monkeypatch.setattr("kunserve_extras.ray.seat_book.SILENT_S", -1.0)
+        second = await seat.RaySeat.take("llm", "b", 30.0, lambda: told.append("second"))
+        await until(lambda: told)
+        second.remove()
+
+    asyncio.run(story())
+    assert told == ["first"], "it has gone on to ask"
+    assert "the seat cannot be asked count=2" in caplog.text
 
 
 def test_a_seat_that_is_lost_is_made_again(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

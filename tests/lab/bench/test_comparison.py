@@ -7,7 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from kunserve_lab.bench.environment import HOUSES, SIMULATED, code_of, version
+from kunserve.core.code import HOUSES, code_of
+from kunserve_lab.bench.environment import SIMULATED, version
 from kunserve_lab.bench.metrics import compute_metrics
 from kunserve_lab.bench.output.plot import plot_comparison
 from kunserve_lab.bench.runfile import read_run, write_run

@@ -1,12 +1,13 @@
 """Where traffic lies on the map, in words and as a table and a picture."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from benchmarks.map_agreement import compared
+from benchmarks.paper.map_agreement import compared
 from kunserve_lab.compare.output import map_output
 from kunserve_lab.compare.settings import SimulatedSetup
 from kunserve_lab.compare.simulate_command import simulate_command
@@ -117,11 +118,22 @@ def test_the_simulator_sustains_what_the_model_says(one: SimulatedSetup) -> None
 
 def test_the_lines_tell_burst_rule_and_trust() -> None:
     text = "\n".join(outlook_lines({1.0: scenario(1.7, 30.0)}))
-    assert "Burst: 3" in text and "from second 5" in text
+    assert "Its greatest burst, 3" in text and "from second 5" in text
+    found = re.search(r"Weights take (\d+)% of an instance's memory; drops add (\d+)% to", text)
+    assert found is not None
+    share, gain = (int(number) / 100 for number in found.groups())
+    assert gain == pytest.approx(share / (1 - share) / 2, rel=0.15), "half of a pair's layers"
     assert "P99 TTFT falls at most" in text and f"agreed at {AGREED} of {SIMULATED} bursts" in text
     several = outlook_lines({1.0: scenario(1.3, 5.0), 2.0: scenario(1.7, 30.0)})
-    assert [line.split(":")[0].strip() for line in several[3:5]] == ["Load 1", "Load 2"]
+    assert [line.split(":")[0].strip() for line in several[4:6]] == ["Load 1", "Load 2"]
+    assert several[4].endswith("No burst matters: memory never fills.")
     assert outlook_lines({}) == []
+
+
+def test_traffic_that_never_fills_memory_is_promised_nothing() -> None:
+    text = "\n".join(outlook_lines({1.0: scenario(1.3, 5.0)}))
+    assert "No burst matters: memory never fills" in text
+    assert "at most" not in text and "lower with drops" not in text and "agreed" not in text
 
 
 def test_the_numbers_of_trust_are_those_of_the_results() -> None:
@@ -162,7 +174,9 @@ def test_a_map_is_printed_and_drawn(tmp_path: Path, small_maps: None) -> None:
     folder = tmp_path / "out"
     result = call("--map", "--num-instances", "2", "--trace", str(trace), "-o", str(folder))
     assert result.exit_code == 0, result.output
-    assert "Burst: " in result.output and "P99 TTFT: times lower with drops" in result.output
+    assert (
+        "No burst matters" in result.output and "P99 TTFT: times lower with drops" in result.output
+    )
     assert (folder / "map.png").stat().st_size > 10_000
     assert "3000 tokens in and 300 out" in (folder / "map.txt").read_text()
     assert not (folder / "results.jsonl").exists()
@@ -171,7 +185,7 @@ def test_a_map_is_printed_and_drawn(tmp_path: Path, small_maps: None) -> None:
 def test_a_map_without_traffic_marks_nothing(small_maps: None) -> None:
     result = call("--map", "--duration", "20")
     assert result.exit_code == 0, result.output
-    assert "Burst: " not in result.output and "Bursts after 0.50 X" in result.output
+    assert "burst, " not in result.output and "Bursts after 0.50 X" in result.output
 
 
 def test_an_experiment_has_a_map(small_maps: None) -> None:

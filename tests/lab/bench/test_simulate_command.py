@@ -105,7 +105,7 @@ def _die(*args: object) -> None:
         (["--duration", "nan"], "duration must be positive and finite, not nan s"),
         (["--memory-utilization", "nan"], "memory_utilization must be in (0, 1], not nan"),
         (["--host-gib", "nan"], "host_gib must be at least 0 and finite, not nan"),
-        (["--block-size", "100000000"], "hold no block of 100000000 tokens"),
+        (["--memory-utilization", "0.3484", "--block-size", "256"], "hold no block of 256 tokens"),
         (["--kill", "5:2"], "no instance 2 to kill: there are 0 to 1"),
         (["--kill", "-1:0"], "a time of at least 0 s, not at -1.0 s"),
         (["--kill", "nan:0"], "a time of at least 0 s, not at nan s"),

@@ -109,12 +109,24 @@ def test_where_a_system_helps() -> None:
 
 def test_a_verdict_says_that_memory_never_fills() -> None:
     groups = [at(result("recompute", EVEN, kv_usage=0.2), result("drop", EVEN, kv_usage=0.2))]
-    first, second = verdict(Experiment(), groups)
+    answer, first, second = verdict(Experiment(), groups)
+    assert answer == "Does drop help here? No: TTFT P99 is the same (100 ms instead of 100 ms)."
     assert first == (
         "drop against recompute: TTFT P50 the same, P90 the same, P99 the same, TPOT P50 the same."
     )
     assert "memory never fills at this rate (peak KV use 20%)" in second
     assert "Raise the rate about 4.8x (--request-rate" in second
+
+
+def test_a_verdict_says_what_dropping_costs() -> None:
+    runs = [
+        dataclasses.replace(result("recompute", [0.8] * 200), longest_pause_s=0.6),
+        dataclasses.replace(result("drop", [0.7] * 200, tpot_s=0.03), longest_pause_s=1.8),
+    ]
+    assert verdict(Experiment(), [at(*runs)])[0] == (
+        "Does drop help here? A little: TTFT P99 is 1.1x lower (700 ms instead of 800 ms). "
+        "It costs: TPOT P50 30 ms instead of 20 ms, longest pause 1.8 s instead of 600 ms."
+    )
 
 
 def test_runs_of_different_code_are_told() -> None:
@@ -152,11 +164,14 @@ def test_a_verdict_says_what_dropping_gained() -> None:
             result("drop", [0.8 / gain] * 200, number=number, kv_usage=0.99),
         )
     ]
-    first, second = verdict(Experiment(), [at(*runs)])
+    answer, first, second = verdict(Experiment(), [at(*runs)])
+    assert answer == (
+        "Does drop help here? Yes: TTFT P99 is 4.0x lower (200 ms instead of 800 ms)."
+    )
     assert "TTFT P50 4.0x lower (2.0-8.0x by run)" in first
     slower = [
         dataclasses.replace(run, system="drop" if run.system == "recompute" else "recompute")
         for run in runs
     ]
-    assert "TTFT P50 4.0x higher (2.0-8.0x by run)" in verdict(Experiment(), [at(*slower[::-1])])[0]
+    assert "TTFT P50 4.0x higher (2.0-8.0x by run)" in verdict(Experiment(), [at(*slower[::-1])])[1]
     assert second == "load 1: the KV memory is full after 1 s under recompute."

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-from benchmarks import cost_model, decisions, memory_or_compute
 from benchmarks.__main__ import FOLDER, benchmarks
+from benchmarks.brain import cost_model, decisions
+from benchmarks.gpu_day import PHASES
+from benchmarks.paper import memory_or_compute
 from benchmarks.report import Report
 
 ROOT = FOLDER.parent
@@ -16,7 +18,7 @@ ROOT = FOLDER.parent
 
 @pytest.mark.parametrize("name", benchmarks())
 def test_a_benchmark_says_what_it_asks_and_how_it_is_called(name: str) -> None:
-    text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text()))
+    text = ast.get_docstring(ast.parse((FOLDER / f"{name.replace('.', '/')}.py").read_text()))
     assert text is not None
     first, blank, *_ = text.splitlines()
     assert first.endswith((".", "?")) and blank == "", "one line for the list"
@@ -30,8 +32,8 @@ def test_documents_call_benchmarks_that_there_are() -> None:
         lines = path.read_text().splitlines()
         text = "\n".join(line for line in lines if "at 71e062a4" not in line)
         assert "python benchmarks/" not in text, path
-        called = re.findall(r"python -m\s+benchmarks\.(\w+)", text)
-        files = re.findall(r"benchmarks/(\w+)\.py", text)
+        called = re.findall(r"python -m\s+benchmarks\.([\w.]*\w)", text)
+        files = re.findall(r"benchmarks/([\w/]+)\.py", text)
         assert set(called) <= set(benchmarks()), path
         for name in files:
             assert (FOLDER / f"{name}.py").exists(), f"{path} names benchmarks/{name}.py"
@@ -117,8 +119,12 @@ def test_decisions_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_module_that_is_not_run_serves_one_that_is() -> None:
-    texts = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
-    for name in texts.keys() - benchmarks().keys() - {"__main__"}:
-        tests = (path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    texts = {
+        ".".join(path.relative_to(FOLDER).with_suffix("").parts): path.read_text()
+        for path in FOLDER.rglob("*.py")
+    }
+    tests = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+    phases = {f"gpu_phases.{phase.module}" for phase in PHASES.values()}
+    for name in texts.keys() - benchmarks().keys() - phases - {"__main__"}:
         users = [text for text in (*texts.values(), *tests) if f"benchmarks.{name}" in text]
         assert users, f"benchmarks/{name}.py is neither run nor used"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tables
 from benchmarks.__main__ import FOLDER
-from benchmarks.kept_results import RESULTS, Runs
-from benchmarks.reproduction import DOCUMENTS, experiments, kept, write_tables
-from benchmarks.tables import TABLES
+from benchmarks.paper import tables
+from benchmarks.paper.kept_results import RESULTS, Runs
+from benchmarks.paper.reproduction import DOCUMENTS, experiments, kept, write_tables
+from benchmarks.paper.tables import TABLES
 from kunserve_lab.compare.experiment import check_experiment
 from kunserve_lab.compare.experiment_file import read_experiment
 from kunserve_lab.compare.results import load
@@ -46,7 +46,7 @@ def test_the_documents_have_the_tables_that_the_committed_results_give() -> None
     shown = [name for text in texts for name in re.findall(r"<!-- table: ([\w-]+) -->", text)]
     assert sorted(shown) == sorted(TABLES)
     for text in texts:
-        assert write_tables(text) == text, "run `python -m benchmarks.reproduction --tables`"
+        assert write_tables(text) == text, "run `python -m benchmarks.paper.reproduction --tables`"
 
 
 def test_what_is_committed_of_a_run_can_be_read_again(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.free_cores import play
+from benchmarks.serving.free_cores import play
 
 
 @dataclass

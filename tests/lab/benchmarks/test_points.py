@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import kept_results, points
-from benchmarks.points import KeptRun, Point, RunKey, kept, run_missing, with_codes
-from benchmarks.simulated_code import UNKNOWN, code
+from benchmarks.paper import kept_results, points
+from benchmarks.paper.points import KeptRun, Point, RunKey, kept, run_missing, with_codes
+from benchmarks.paper.simulated_code import UNKNOWN, code
 from kunserve_lab.bench.environment import SIMULATED
 
 POINT = Point("a point", "none", 1.0)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.structured import schema_of
-from benchmarks.structured_suite import judge, schemas_in
+from benchmarks.serving.structured import schema_of
+from benchmarks.serving.structured_suite import judge, schemas_in
 
 DEFINITIONS = {
     "$defs": {

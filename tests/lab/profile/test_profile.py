@@ -1,5 +1,8 @@
 """Profiling a tiny model on the real engine: shapes, journal, and the command."""
 
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from multiprocessing import Event
 from pathlib import Path
@@ -125,6 +128,15 @@ def test_a_neighbour_that_ends_instead_of_starting_is_not_waited_for(
     processes: Any = [FakeProcess(1)]
     with pytest.raises(ConfigError, match="exit code -9"):
         neighbours._await_start(Event(), neighbours.Neighbours(Event(), processes))
+
+
+def test_a_neighbour_does_not_hear_the_key_that_ends_the_profile() -> None:
+    """A terminal sends SIGINT to all of its processes; the neighbour would write a traceback."""
+    before = signal.getsignal(signal.SIGINT)
+    with neighbours._no_interrupts():
+        program = "import signal, sys; sys.exit(signal.getsignal(2) is not signal.SIG_IGN)"
+        done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert done.returncode == 0 and signal.getsignal(signal.SIGINT) is before
 
 
 def test_tokens_attend_to_different_numbers(tmp_path: Path) -> None:

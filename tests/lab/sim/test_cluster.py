@@ -46,6 +46,21 @@ def test_a_handover_takes_as_long_as_its_tokens() -> None:
     assert num_tokens > 10_000, "the KV memory of an instance holds 20,000"
 
 
+def test_a_restore_over_a_slow_link_takes_its_time() -> None:
+    """Half of the layers take minutes, and each instance pulls them as one."""
+    made = small_profile()
+    half_bytes = made.spec.num_layers // 2 * made.spec.layer_bytes
+    profile = replace(made, network_bytes_per_s=half_bytes / 200.0)
+    first = burst(40, 0.1)
+    moments = (*first.arrival_s, *(60.0 + 10.0 * i for i in range(35)))
+    lengths = Lengths((1000,) * len(moments), (100,) * len(moments), "fixed")
+    result = run("drop", scenario(Workload(moments, lengths, "a burst"), profile=profile))
+    endings = [(record.kind, record.ending) for record in result.transitions]
+    assert endings == [("drop", "done"), ("restore", "done")]
+    restore = result.transitions[-1]
+    assert restore.finished_s is not None and restore.finished_s - restore.started_s > 200.0
+
+
 def test_restored_twice() -> None:
     """Two bursts with quiet between them: each drop is followed by a restore."""
     first = burst(50, 0.1)
@@ -157,3 +172,18 @@ def test_a_shortage_is_acted_upon_within_a_tenth_of_a_second(
     result = run("drop", scenario(OVERLOAD, profile=profile))
     decided_s = result.transitions[0].started_s
     assert short_since and 0.0 <= decided_s - short_since[0] < 0.1, (short_since[0], decided_s)
+
+
+@pytest.mark.parametrize("system", ["recompute", "drop", "park", "swap"])
+def test_the_urgent_wait_least_whatever_the_system_does(system: str) -> None:
+    """One in six of a burst that overflows memory: none waits half as long as most others."""
+    num = 150
+    priorities = tuple(-1 if number % 6 == 5 else 0 for number in range(num))
+    lengths = Lengths((1000,) * num, (200,) * num, "fixed", priorities=priorities)
+    workload = Workload(tuple(i * 0.04 for i in range(num)), lengths, "even")
+    result = run(system, scenario(workload))
+    assert result.metrics.num_completed == num
+    ttft_s: dict[int, list[float]] = {-1: [], 0: []}
+    for record in result.run.records:
+        ttft_s[priorities[record.number]].append(record.token_times_s[0] - record.planned_s)
+    assert max(ttft_s[-1]) < 0.5 * sorted(ttft_s[0])[len(ttft_s[0]) // 2]

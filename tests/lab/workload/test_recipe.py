@@ -1,5 +1,6 @@
 """Recipes: what `kunserve bench` asks for, and what it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,13 @@ def test_lengths_and_timed_traces(tmp_path: Path, lengths: Path) -> None:
 def test_settings_that_cannot_work_are_refused(recipe: Recipe, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_workload(recipe)
+
+
+def test_the_bursty_window_is_cut_to_what_a_server_takes() -> None:
+    plain = Recipe(Dataset.BURSTY, duration_s=60.0, request_rate=1.2)
+    whole, cut = (build_workload(one) for one in (plain, replace(plain, max_total_tokens=3072)))
+    assert cut.arrival_s == whole.arrival_s and cut.output_tokens == whole.output_tokens
+    totals = [sum(pair) for pair in zip(cut.input_tokens, cut.output_tokens, strict=True)]
+    assert max(totals) == 3072
+    with pytest.raises(ConfigError, match="an output alone is as long"):
+        build_workload(replace(plain, max_total_tokens=300))

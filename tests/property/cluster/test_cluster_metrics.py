@@ -96,7 +96,7 @@ class Scraper:
             if not any(agent is member.agent for agent in self._processes):
                 self._processes.append(member.agent)
             number = next(n for n, agent in enumerate(self._processes) if agent is member.agent)
-            self._done[number, instance_id] = member.agent.totals.so_far()
+            self._done[number, instance_id] = member.agent.state.totals.so_far()
         for instance_id in {instance_id for _, instance_id in self._done}:
             done = LeaderTotals()
             for (_, whose), totals in self._done.items():

@@ -8,9 +8,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.core.config import SpeculativeConfig
+from kunserve.core.config import ServerConfig, SpeculativeConfig
+from kunserve.core.messages import Alive
 from kunserve.core.plan import SwapPlan
-from kunserve_lab.world.actions import CompletePull
+from kunserve_lab.world.actions import CompletePull, Delivery
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 
@@ -66,7 +67,11 @@ def test_tokens_are_equal_and_blocks_are_freed_when_instances_leave(
         for _ in range(3):
             run_a_little(cluster, draw)
         cluster.pass_time(0.1)
-        cluster.resize(min(size, len(cluster.controller.placement.specs)))
+        if draw.random() < 0.5:
+            cluster.resize(min(size, len(cluster.controller.placement.specs)))
+        elif cluster.members:
+            leaver = draw.choice(sorted(cluster.members))
+            cluster.hear(leaver, Alive(leaver, wants_to_leave=True))
         for _ in range(draw.randint(1, 20)):
             run_a_little(cluster, draw)
             cluster.pass_time(0.1)
@@ -74,6 +79,9 @@ def test_tokens_are_equal_and_blocks_are_freed_when_instances_leave(
             cluster.cancel(draw.choice(cluster.unfinished))
         if has_deaths and draw.random() < 0.5 and len(cluster.members) > 1:
             cluster.kill_instance(draw.choice(sorted(cluster.members)))
+    cluster.pass_time(ServerConfig().shutdown_timeout_s)  # who was asked to end is told to
+    while told := [link for link in cluster.links if link[0] is None and cluster.links[link]]:
+        cluster.perform(Delivery(*told[0]))
     for instance_id in list(cluster.dead):
         cluster.start_instance(instance_id)
     cluster.finish()

@@ -100,7 +100,7 @@ def test_guesses_are_right_now_and_then() -> None:
         cluster.request(4, sampling=SamplingParams(30, seed=seed))
     cluster.drop((0, 0, 2), (1, 2, 4))
     cluster.finish()
-    totals = [cluster.agent(i).totals for i in range(2)]
+    totals = [cluster.agent(i).state.totals for i in range(2)]
     num_right = sum(total.num_accepted_tokens for total in totals)
     num_guesses = sum(total.num_draft_tokens for total in totals)
     assert 0.2 * num_guesses < num_right < 0.8 * num_guesses

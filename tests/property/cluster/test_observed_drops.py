@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kunserve.control.cluster.commands import LogObserved
+from kunserve.control.cluster.standing import Standing
 from kunserve.core.ids import InstanceId
 from kunserve.core.place import Place
 from kunserve.core.snapshots import TransitionRecord
@@ -67,7 +68,7 @@ def play(brain: Brain, move: tuple[Any, ...]) -> None:
                 cuts = brain.controller.transitions.cuts
                 cuts.found(InstanceId(one % count), InstanceId(other % count), brain.now_s)
         case "leave", number:
-            brain.controller.placement.leave(brain.group_id(number % count))
+            brain.controller.placement.mark(brain.group_id(number % count), Standing.LEAVING)
         case ("by hand",):
             brain.controller.force_drop(None, brain.now_s)
             brain.pass_time()

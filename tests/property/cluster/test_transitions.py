@@ -14,7 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kunserve.core.ids import GroupId, InstanceId
+from kunserve.control.cluster.requests.quarantine import Blame, Cause
+from kunserve.control.instance.body import StepWork
+from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.plan import SwapPlan
 from kunserve.core.request import SamplingParams
@@ -23,6 +25,7 @@ from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 
 MAX_REQUESTS = 40
+MAX_BLAMED = 3
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine
 
@@ -40,6 +43,8 @@ class TransitionsMachine(RuleBasedStateMachine):
     """The real controller and agents over fake bodies."""
 
     cluster: FakeCluster
+    num_blamed = 0
+    """Deaths that speak against requests."""
 
     @initialize(
         num_layers=st.integers(4, 9),
@@ -190,10 +195,26 @@ class TransitionsMachine(RuleBasedStateMachine):
     # Deaths
 
     @precondition(lambda self: len(self.cluster.members) > 1)
-    @rule(data=st.data(), certainty=st.integers(0, 3))
-    def kill(self, data: st.DataObject, certainty: int) -> None:
-        if certainty == 0:
-            self.cluster.kill_instance(data.draw(st.sampled_from(sorted(self.cluster.members))))
+    @rule(
+        data=st.data(),
+        certainty=st.integers(0, 3),
+        cause=st.sampled_from(list(Cause)),
+        is_named=st.booleans(),
+    )
+    def kill(self, data: st.DataObject, certainty: int, cause: Cause, is_named: bool) -> None:
+        if certainty != 0:
+            return
+        victim = data.draw(st.sampled_from(sorted(self.cluster.members)))
+        work = self.cluster.members[victim].work
+        named: tuple[RequestId, ...] = ()
+        if is_named and isinstance(work and work.step, StepWork):
+            assert work is not None
+            named = tuple(chunk.request_id for chunk in work.step.plan.chunks)
+        # So often that no innocent is convicted: twice where the step is named.
+        self.num_blamed += (cause is Cause.INSIDE) * (2 if named else 1)
+        if self.num_blamed > MAX_BLAMED:
+            cause, named = Cause.NOBODY, ()
+        self.cluster.kill_instance(victim, Blame(cause, named))
 
     @rule(data=st.data(), refusal=st.sampled_from([None, None, "no memory"]))
     def refuse_memory(self, data: st.DataObject, refusal: str | None) -> None:

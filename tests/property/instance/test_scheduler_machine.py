@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kunserve.control.group import prefix_cache
 from kunserve.control.group.scheduler import Scheduler
+from kunserve.control.group.sequence import Progress
 from kunserve.core.config import (
     SchedulerConfig,
     SpeculativeConfig,
@@ -252,6 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         min_tokens=st.integers(0, 3),
         penalty=st.sampled_from([0.0, 0.5]),
+        priority=st.sampled_from([0, 0, -1, 3]),
     )
     def arrive(
         self,
@@ -263,6 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         min_tokens: int,
         penalty: float,
+        priority: int,
     ) -> None:
         request = Request(
             RequestId(f"r{len(self.requests)}"),
@@ -276,6 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             self.now_s - (5.0 if early else 0.0),
             cache_salt=salt,
+            priority=priority,
         )
         self.salts[request.request_id] = salt
         self.requests[request.request_id] = request
@@ -291,6 +295,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id, lost_tokens in self.scheduler.drain_preemptions():
             assert request_id in running and (lost_tokens > 0 or self.link is not NO_HOST)
             assert self.scheduler.may_preempt
+            self.check_victim(request_id, running)
         if plan is None:
             return
         assert self.link is not NO_HOST or not (plan.swapped_out or plan.swapped_in)
@@ -307,6 +312,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             assert start.token_ids == (known if start.sampling.needs_history else ())
         self.plans.append((plan, self.scheduler.token_ids_of(plan).tolist()))
+
+    def check_victim(self, request_id: RequestId, ran: set[RequestId]) -> None:
+        """Nobody who goes on is less urgent (where a pause's bound does not ask for more)."""
+        if self.link is not NO_HOST:
+            return
+        kept = [s for s in self.scheduler._holders if s.state is Progress.RUNNING]
+        least = max((s.request.priority for s in kept if s.request_id in ran), default=-9)
+        assert least <= self.requests[request_id].priority
 
     @precondition(lambda self: self.plans)
     @rule()

@@ -7,10 +7,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kunserve.control.cluster.placement import Placement
-from kunserve.control.cluster.requests.backlog import SentAhead
+from kunserve.control.cluster.placement import Group, Placement
+from kunserve.control.cluster.requests.backlog import REQUESTS_AHEAD, SentAhead
 from kunserve.control.cluster.requests.live import Live
 from kunserve.control.cluster.requests.open_groups import OpenGroups
+from kunserve.control.cluster.standing import Standing
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import GroupLoad, LoadReport
@@ -32,10 +33,14 @@ class World:
         self.placement = Placement()
         self.ahead = SentAhead(STEP_TOKENS)
         self.groups = OpenGroups(self.placement, self.ahead)
+        self.priority = 0
+        """Of the requests that come now."""
         self.now_s = 0.0
         self.num_live = 0
         self.live: list[Live] = []
         self.num_promised: dict[GroupId, int] = {}
+        self.commits: list[tuple[list[GroupLayout], list[GroupLayout]]] = []
+        """Under way: what becomes what."""
         for number in range(NUM_INSTANCES):
             instance_id = InstanceId(number)
             blocks = 40 if number < 4 else 60
@@ -69,7 +74,7 @@ class World:
                     head_of_line_blocks=waiting and 2,
                     waiting_blocks=5 * waiting,
                 )
-                group.take(report, self.now_s)
+                group.note_report(report, self.now_s)
             case "sent":
                 group.sent(which, size % 9 + 1)
             case "ahead":
@@ -77,12 +82,15 @@ class World:
                 live.leader = group.layout.leader
                 self.ahead.add(live)
                 self.live.append(live)
+            case "priority":
+                self.priority = which % 3
             case "computed" if self.live:
                 self.ahead.remove(self.live.pop(which % len(self.live)))
             case "returning":
                 group.asked_back(size % 3, size, self.now_s)
             case "leave":
-                (placement.stay if chosen in placement.leaving else placement.leave)(chosen)
+                is_so = chosen not in placement.leaving
+                placement.mark(chosen, Standing.LEAVING, is_so=is_so)
             case "reserve":
                 placement.reserve(None if size % 2 else chosen)
             case "again" if not placement.closing:
@@ -90,7 +98,7 @@ class World:
                 for member in group.layout.members:
                     layout = self.layout(member)
                     placement.add(layout)
-                    placement.groups[layout.group_id].forming = {member}
+                    placement.begin_forming(layout.group_id)
             case "formed":
                 for member in group.layout.members:
                     placement.formed(chosen, member)
@@ -103,6 +111,7 @@ class World:
         self.num_live += 1
         name, prompt = RequestId(str(self.num_live)), TokenIds([1] * PROMPT_TOKENS)
         request = Request(name, prompt, SamplingParams(max_tokens=4), 0.0)
+        request = replace(request, priority=self.priority)
         return Live(self.num_live, request, print, [], 0.0)
 
     def expect(self, chosen: GroupId) -> None:
@@ -113,47 +122,57 @@ class World:
             return
         layout = placement.groups[chosen].layout
         if len(layout.members) == 2:
-            placement.expect((layout,), [self.layout(member) for member in layout.members])
+            self.begin([layout], [self.layout(member) for member in layout.members])
             return
         single = [i for i in free if i != chosen and len(placement.groups[i].layout.members) == 1]
         if single:
             other = placement.groups[single[0]].layout
-            placement.expect((layout, other), [self.layout(*layout.members, *other.members)])
+            self.begin([layout, other], [self.layout(*layout.members, *other.members)])
+
+    def begin(self, old: list[GroupLayout], new: list[GroupLayout]) -> None:
+        self.commits.append((old, new))
+        self.placement.expect(old, new)
 
     def end(self, size: int) -> None:
         """The oldest commit under way is over, or has failed."""
         placement = self.placement
-        if not placement.closing:
+        assert placement.closing == {one.group_id for old, _ in self.commits for one in old}
+        if not self.commits:
             return
-        new_ids = next(iter(placement._closing.values()))
-        old = [
-            placement.groups[i].layout for i, new in placement._closing.items() if new == new_ids
-        ]
-        new = [placement.expected[i].layout for i in new_ids]
+        old, new = self.commits.pop(0)
         if size % 3:
             placement.replace(old, new, {layout.leader: 1 for layout in new})
         else:
-            placement.unexpect(old)
+            placement.unexpect(old, new)
 
-    def look(self, leaders: Set[InstanceId] | None, sizes: list[int]) -> None:
+    def has_room(self, group: Group) -> bool:
+        """Counted anew: what is ahead of a request, and of all who are there."""
+        led = [live for live in self.live if live.leader == group.layout.leader]
+        before = [live for live in led if live.request.priority <= self.priority]
+        num_tokens = sum(live.tokens_ahead for live in before)
+        most = self.ahead.most_tokens(len(group.layout.stages))
+        return len(before) < REQUESTS_AHEAD or num_tokens < most
+
+    def look(self, leaders: Set[InstanceId] | None, sizes: list[int], steps: list[int]) -> None:
         """Choose for some requests, one after the other, beside who goes through all groups."""
-        placement, ahead = self.placement, self.ahead
+        placement = self.placement
         if leaders is None:
             candidates = placement.candidates()
         else:
             candidates = placement.candidates_led_by(leaders)
-        roomy = {
-            group.layout.group_id: group
-            for group in candidates
-            if ahead.has_room(group.layout.leader, len(group.layout.stages))
-        }
+        roomy = {group.layout.group_id: group for group in candidates if self.has_room(group)}
         loads: dict[GroupId, GroupLoad] = {i: group.load for i, group in roomy.items()}
         loads |= {i: group.load for i, group in placement.expected.items()}
         self.num_promised = {}
-        assert self.groups.begin(leaders) == bool(roomy)
-        for blocks in sizes:
+        assert self.groups.look_at(self.priority, leaders) == bool(roomy)
+        for blocks, step in zip(sizes, steps, strict=False):
+            self.priority += step
+            self.groups.narrow(self.priority)
+            for group_id in [i for i, group in roomy.items() if not self.has_room(group)]:
+                del roomy[group_id], loads[group_id]
+            assert self.groups.has_room == bool(roomy)
             expected = choose_group(loads.values(), blocks) if roomy else None
-            assert self.groups.choose(blocks, {}) == expected
+            assert choose_group(self.groups.loads.values(), blocks) == expected
             if expected is None:
                 continue
             loads[expected] = sent_to(loads[expected], blocks)
@@ -167,7 +186,7 @@ class World:
             self.happen("ahead", sorted(placement.groups).index(expected), 0)
             group.sent(1 << 30, blocks)
             self.groups.sent(group)
-            if not ahead.has_room(group.layout.leader, len(group.layout.stages)):
+            if not self.has_room(group):
                 del roomy[expected], loads[expected]
 
     def is_full(self, group_id: GroupId) -> bool:
@@ -184,12 +203,14 @@ def sent_to(load: GroupLoad, num_blocks: int) -> GroupLoad:
 
 KINDS = (
     *("report", "sent", "ahead", "ahead", "computed", "returning", "leave", "reserve", "again"),
-    *("formed", "formed", "expect", "expect", "end"),
+    *("formed", "formed", "expect", "expect", "end", "priority"),
 )
 happenings = st.tuples(st.sampled_from(KINDS), st.integers(0, 30), st.integers(0, 60))
 looks = st.tuples(
     st.none() | st.sets(st.integers(0, NUM_INSTANCES - 1).map(InstanceId)),
     st.lists(st.integers(1, 70), max_size=12),
+    st.lists(st.sampled_from([0, 0, 1, 2]), min_size=12, max_size=12),
+    st.integers(0, 2),
 )
 
 
@@ -200,6 +221,7 @@ def test_choices_are_among_those_that_have_room(events: list[tuple[Any, ...]]) -
         if len(event) == 3:
             world.happen(*event)
         else:
-            world.look(*event)
+            *look, world.priority = event
+            world.look(*look)
     world.placement.check()
-    world.look(None, [1, 5, 30])
+    world.look(None, [1, 5, 30], [0, 1, 0])

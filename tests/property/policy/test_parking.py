@@ -148,3 +148,29 @@ def test_pauses_are_bounded_and_nobody_starves(jobs: list[Job], max_park_s: int)
         # A prompt that has just been admitted cannot make way before its first token.
         assert all(pause <= max_park_s + 1 for pause in job.pauses_s), job
         assert all(ran >= RUN_SHARE * max_park_s for ran in job.runs_s), job
+
+
+decodings = st.lists(
+    st.builds(
+        Decoding,
+        num_blocks=st.integers(1, 20),
+        num_streamed=st.integers(1, 99),
+        num_parked=st.integers(0, 3),
+        ran_s=st.floats(0.0, 20.0),
+        priority=st.integers(-2, 2),
+    ),
+    max_size=8,
+)
+
+
+@given(decodings, st.integers(1, 60), st.integers(-2, 2))
+def test_who_is_urgent_goes_last(decodes: list[Decoding], missing: int, head: int) -> None:
+    """Only where those who are less urgent, and may go, are not enough together."""
+    for_head = choose_parked(decodes, missing, 1000, 10.0, head)
+    assert all(decodes[i].priority >= head for i in for_head)
+    may_go = [one for one in decodes if one.ran_s >= RUN_SHARE * 10.0]
+    for chosen, among in ((for_head, may_go), (choose_in_place(decodes, missing, 10.0), decodes)):
+        for i in chosen:
+            others = [one for one in among if one.priority > decodes[i].priority]
+            assert sum(one.num_blocks for one in others) < missing
+        assert not chosen or sum(decodes[i].num_blocks for i in chosen) >= missing

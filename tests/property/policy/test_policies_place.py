@@ -178,6 +178,9 @@ def test_a_survivor_pulls_from_its_host():
     held = dict.fromkeys(specs, WHOLE) | {InstanceId(0): LayerRange(0, 6)}
     (mine,) = choose_sources(alone, held, specs)
     assert [source.instance_id for source in mine.sources] == [2]
+    specs[InstanceId(2)] = replace(specs[InstanceId(2)], tensor_parallel_size=2)
+    (mine,) = choose_sources(alone, held, specs)
+    assert {1, 3} >= {source.instance_id for source in mine.sources}, "whose layers lie alike"
 
 
 @given(

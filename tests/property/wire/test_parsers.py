@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kunserve.server.api.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 from kunserve.server.api.parsers.reader import MessageFormat, MessageReader
-from tests.unit.server.api.parsers.reading import Message, read
+from kunserve.server.api.parsers.reasoning import REASONING_PARSERS
+from tests.unit.server.api.parsers.reading import TOOL_PARSERS, Message, read
 
 Call = tuple[str, dict[str, Any]]
 NAMES = list({id(parser): name for name, parser in TOOL_PARSERS.items()}.values())

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kunserve.core.ids import RequestId
+from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport.bulk.pacing import BulkPacing
@@ -41,6 +41,23 @@ class Exchange(RuleBasedStateMachine):
         self.wanted: dict[KvPull | LayerPull, list[int]] = {}
         self.withdrawn: set[tuple[int, RequestId]] = set()
         self.names = 0
+        self.loading: dict[int, LayerPull] = {}
+        """By layer: what fills it."""
+
+    @rule(src=st.sampled_from(SOURCES), first=st.integers(0, NUM_LAYERS - 1), num=st.integers(1, 3))
+    def pull_layers(self, src: int, first: int, num: int) -> None:
+        """The memory of layers that nobody fills is other memory, and zero."""
+        what = LayerPull(LayerRange(first, min(NUM_LAYERS, first + num)), InstanceId(src))
+        if self.loading.keys().isdisjoint(range(*what.layers)):
+            self.loading |= dict.fromkeys(range(*what.layers), what)
+            self.sink.pull_layers(what)
+
+    @precondition(lambda self: self.loading)
+    @rule()
+    def call_layers_off(self) -> None:
+        self.sink.cancel(None)
+        self.loading.clear()
+        self.memory.weights[:] = 0
 
     @rule(
         src=st.sampled_from(SOURCES),
@@ -61,7 +78,7 @@ class Exchange(RuleBasedStateMachine):
         what = piece(name, src, layers, (0, len(blocks)))
         slots = [self.free.pop(0) for _ in blocks]
         self.wanted[what] = slots
-        self.sink.pull_kv(what, entries(*(slot * NUM_LAYERS for slot in slots)), self.now_s)
+        self.sink.pull_kv(what, entries(*(slot * NUM_LAYERS for slot in slots)))
 
     @rule(src=st.sampled_from(SOURCES))
     def export_the_late(self, src: int) -> None:
@@ -110,7 +127,14 @@ class Exchange(RuleBasedStateMachine):
     def verify(self) -> None:
         for done in self.sink.drain():
             what = done.what
-            assert not isinstance(what, LayerPull)
+            if isinstance(what, LayerPull):
+                assert done.ok
+                for layer in range(*what.layers):
+                    assert self.loading.pop(layer) is what
+                    view = self.memory.layer_view(layer)
+                    np.testing.assert_array_equal(view, self.sources[what.src].layer_view(layer))
+                    view[:] = 0
+                continue
             blocks = self.exports[what.src, what.request_id]
             assert done.ok or (what.src, what.request_id) in self.withdrawn
             if done.ok:
@@ -126,6 +150,8 @@ class Exchange(RuleBasedStateMachine):
         self.sink.check()
         for slot in self.free:
             assert not self.memory.block(slot * NUM_LAYERS, LayerRange(0, NUM_LAYERS)).any()
+        for layer in set(range(NUM_LAYERS)) - self.loading.keys():
+            assert not self.memory.layer_view(layer).any()
 
     def teardown(self) -> None:
         """With nothing more to go wrong, everything ends."""
@@ -138,7 +164,7 @@ class Exchange(RuleBasedStateMachine):
                 answer, data = self.givers[src].serve(chunk)
                 self.sink.on_reply(chunk.ticket, answer, data, self.now_s)
                 self.verify()
-        assert not self.wanted and len(self.free) == SLOTS
+        assert not self.wanted and not self.loading and len(self.free) == SLOTS
 
 
 TestExchange = Exchange.TestCase

@@ -1,17 +1,28 @@
 """Leases over the wire, connections that are looked after, the gate before a transition."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from kunserve.cluster.instance.lease import LeaseTerms
 from kunserve.cluster.instance.prepare_gate import PrepareGate
-from kunserve.cluster.instance.wire_lease import WireLease
+from kunserve.cluster.instance.wire_lease import LEASE_PART, WireLease
 from kunserve.cluster.processes.reachability import DOWN_S, Reachability
+from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import GroupId, InstanceId, TransitionId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.messages import Abort, Form, Prepare, Rollback
+from kunserve.core.messages import (
+    EndMigration,
+    Migrate,
+    MigrationOver,
+    Prepare,
+    Prepared,
+    Rollback,
+)
+from kunserve.transport.bulk.pacing import BulkPacing
 from kunserve.transport.wire.pulse import GIVEN_UP, Answer
+from kunserve.transport.wire.sockets import PULSES_PER_TIMEOUT
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
 
@@ -25,6 +36,21 @@ class Leased:
 
     def answer(self, question: bytes, front: str = "front") -> None:
         self.lease.answered(Answer(question, front).to_bytes())
+
+
+def test_what_stands_still_for_three_seconds_is_given_up_by_nobody() -> None:
+    """By default: a connection, a lease, a heartbeat, a pull."""
+    config = ClusterConfig()
+    limits_s = (
+        config.link_timeout_s,
+        LEASE_PART * config.heartbeat_timeout_s,
+        config.heartbeat_timeout_s,
+        BulkPacing().chunk_timeout_s,
+        BulkPacing().unknown_grace_s,
+    )
+    # A pulse may have been sent just before, and the next one is sent late.
+    most_s = min(limits_s) * (1.0 - 1.0 / PULSES_PER_TIMEOUT)
+    assert most_s >= 3.0, limits_s
 
 
 def test_a_lease_counts_from_when_it_was_asked_for() -> None:
@@ -80,7 +106,11 @@ def test_a_connection_that_comes_back_soon_is_no_loss() -> None:
 class Gate:
     def __init__(self) -> None:
         self.down: set[InstanceId] = {ONE}
-        self.gate = PrepareGate(ZERO, self._unreached, 2.0)
+        self.slow_s = 0.0
+        self.gate = PrepareGate(ZERO, self._unreached, self._patience_s)
+
+    def _patience_s(self, peers: Iterable[InstanceId]) -> float:
+        return 2.0 + self.slow_s
 
     def _unreached(self, peers: Iterable[InstanceId]) -> list[InstanceId]:
         return [peer for peer in peers if peer in self.down]
@@ -95,7 +125,6 @@ def prepare(number: int = 7) -> Prepare:
 def test_a_transition_waits_for_its_connections() -> None:
     world = Gate()
     assert not world.gate.passes(prepare(), 0.0) and world.gate.is_waiting
-    assert world.gate.passes(Abort("r"), 0.0)  # type: ignore[arg-type]
     assert world.gate.turn(1.0) == ([], [])
     world.down.clear()
     assert world.gate.turn(1.1) == ([prepare()], [])
@@ -108,15 +137,50 @@ def test_a_transition_over_a_cut_is_refused() -> None:
     world = Gate()
     world.gate.passes(prepare(), 0.0)
     passed, [refusal] = world.gate.turn(2.1)
-    assert not passed and refusal.transition_id == 7 and refusal.instance_id == ZERO
+    assert not passed and isinstance(refusal, Prepared)
+    assert refusal.transition_id == 7 and refusal.instance_id == ZERO
     assert refusal.refusal == "no connection to instances [1]"
     assert not world.gate.is_waiting
 
 
-@pytest.mark.parametrize("end", [Rollback(TransitionId(7)), Form(prepare().new[0], ())])
-def test_what_is_called_off_meanwhile_is_forgotten(end: Rollback | Form) -> None:
+def test_a_transition_waits_longer_for_one_in_a_long_step() -> None:
+    world = Gate()
+    world.slow_s = 20.0
+    world.gate.passes(prepare(), 0.0)
+    assert world.gate.turn(21.9) == ([], [])
+    world.down.clear()
+    assert world.gate.turn(21.9) == ([prepare()], [])
+
+
+MIGRATE = Migrate(TransitionId(7), GroupId(0), ONE, GroupId(1), 9)
+
+
+def test_a_migration_waits_for_its_connection() -> None:
+    world = Gate()
+    assert not world.gate.passes(MIGRATE, 0.0)
+    assert world.gate.turn(1.9) == ([], [])
+    world.down.clear()
+    assert world.gate.turn(2.1) == ([MIGRATE], [])
+    assert world.gate.passes(replace(MIGRATE, migration_id=TransitionId(8)), 3.0)
+
+
+def test_a_migration_over_a_cut_is_refused() -> None:
+    world = Gate()
+    world.gate.passes(MIGRATE, 0.0)
+    reason = "no connection to instances [1]"
+    assert world.gate.turn(2.1) == ([], [MigrationOver(TransitionId(7), ZERO, reason)])
+    world.gate.passes(MIGRATE, 3.0)
+    assert not world.gate.passes(EndMigration(TransitionId(7)), 3.1), "it never began"
+    assert world.gate.passes(EndMigration(TransitionId(7)), 3.2)
+
+
+@pytest.mark.parametrize("is_rolled_back", [False, True])
+def test_what_is_called_off_meanwhile_is_forgotten(is_rolled_back: bool) -> None:
     world = Gate()
     world.gate.passes(prepare(), 0.0)
-    assert world.gate.passes(end, 0.0) is isinstance(end, Form)
+    if is_rolled_back:
+        assert not world.gate.passes(Rollback(TransitionId(7)), 0.0)
+    else:
+        world.gate.clear()
     world.down.clear()
     assert world.gate.turn(5.0) == ([], [])

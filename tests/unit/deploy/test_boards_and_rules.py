@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.boards import (
+from benchmarks.metric_table import process_families
+from benchmarks.serving.boards import (
     BOARD,
     DOCUMENT,
     RULES,
@@ -20,7 +21,6 @@ from benchmarks.boards import (
     queries,
     with_values,
 )
-from benchmarks.metric_table import process_families
 from kunserve.server.start.command import serve_command
 from kunserve.server.telemetry.metric_row import Row, Type
 from kunserve.server.telemetry.metrics import ROWS, FrontMetrics

@@ -19,9 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kunserve.engine.torch.ops.table import PARTS
-from kunserve.engine.torch.ops.triton_ops import LEAST_PART_KEYS, Tile, tiles_for
-from kunserve.engine.torch.triton.attention import attention_kernel, join_kernel, part_kernel
-from kunserve.engine.torch.triton.rows import (
+from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
+from kunserve_extras.triton_ops.ops import LEAST_PART_KEYS, Tile, tiles_for
+from kunserve_extras.triton_ops.rows import (
     gate_mul_kernel,
     place_kernel,
     rms_norm_kernel,

@@ -13,11 +13,11 @@ from triton.runtime import interpreter
 
 from benchmarks.gpu_phases.kernels import exact_attention
 from kunserve.engine.attention import StepBatch
-from kunserve.engine.torch.ops import triton_ops
 from kunserve.engine.torch.ops.reference import ReferenceOps
 from kunserve.engine.torch.ops.table import DeviceBatch, Ops
-from kunserve.engine.torch.ops.triton_ops import TritonOps
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.triton_ops import ops as triton_ops
+from kunserve_extras.triton_ops.ops import TritonOps
 from tests.specs import model_spec
 
 _patch = interpreter._patch_lang_tensor

@@ -1,6 +1,7 @@
 import json
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -20,6 +21,7 @@ from kunserve.engine.weights.pieces import Piece
 from kunserve.engine.weights.quants import dequantise, row_bytes
 from kunserve.engine.weights.readers import DummyReader, GgufReader
 from kunserve.model.config import read_spec
+from kunserve.model.rope import Llama3Rope
 from kunserve.model.source import ModelSource
 from tests.direct_engine import DirectEngine, arenas_mapped
 from tests.tiny_gguf import write_gguf
@@ -150,7 +152,7 @@ def test_gguf_with_llama3_rope(tmp_path: Path) -> None:
     model = type(model)(model.config).eval()
     path = write_gguf(tmp_path / "model.gguf", model, "llama")
     body = load(path)
-    assert body.model.rope_scaling == (8.0, 1.0, 4.0, 8192)
+    assert body.model.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 8192)
     body.close()
     assert generate(path) == expected_tokens(model, PROMPT, 8)
 
@@ -209,6 +211,57 @@ def test_layers_are_loaded_again_from_disk(tmp_path: Path) -> None:
     body.memory.layer_view(2)[:] = 0
     body.load_layers(LayerRange(1, 3))
     assert (body.memory.layer_view(2) == before).all()
+    body.close()
+
+
+class Closed(Exception):
+    """Raised by a gate."""
+
+
+class Gate:
+    """Lets so many writes pass; None: all."""
+
+    def __init__(self, num_left: int | None) -> None:
+        self.num_left = num_left
+        self.num_bytes = 0
+
+    def __call__(self, num_bytes: int, write: Callable[[], None]) -> None:
+        if self.num_left is not None:
+            if not self.num_left:
+                raise Closed
+            self.num_left -= 1
+        self.num_bytes += num_bytes
+        write()
+
+
+@pytest.mark.parametrize("kind", ["plain", "panels", "packed", "dummy"])
+def test_layers_pass_a_gate_and_none_of_them_past_it(tmp_path: Path, kind: str) -> None:
+    """They are the same then. Once the gate is closed nothing is written any more."""
+    if kind == "packed":
+        path = write_gguf(tmp_path / "m.gguf", tiny_model("qwen3", 3), "qwen3", Quant.Q8_0)
+    else:
+        path = save_tiny(tmp_path, "qwen2", 3)
+    options = {"panels": {"dtype": "bfloat16"}, "dummy": {"load_format": "dummy"}}
+    body = load(path, **options.get(kind, {}))
+    views = [body.memory.shards[0].layer_view(layer) for layer in range(3)]
+    before = [view.copy() for view in views]
+
+    def load_through(gate: Gate) -> Gate:
+        for view in views:
+            view[:] = 0
+        body.load_layers(LayerRange(0, 3), gate)
+        return gate
+
+    whole = load_through(Gate(None))
+    assert all((view == was).all() for view, was in zip(views, before, strict=True))
+    assert 0 < whole.num_bytes <= sum(view.nbytes for view in views)
+    for num_writes in (0, 2):
+        gate = Gate(num_writes)
+        with pytest.raises(Closed):
+            load_through(gate)
+        written = sum(int(np.count_nonzero(view)) for view in views)
+        assert written <= gate.num_bytes < whole.num_bytes, kind
+        assert (gate.num_bytes > 0) == (num_writes > 0)
     body.close()
 
 

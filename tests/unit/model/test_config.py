@@ -7,7 +7,7 @@ import pytest
 
 from kunserve.core.errors import ModelFiles, UnsupportedModel
 from kunserve.model.config import read_eos_ids, read_spec
-from kunserve.model.rope import LinearRope, YarnRope
+from kunserve.model.rope import LinearRope, Llama3Rope, YarnRope
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.model.spec import ModelSpec
 
@@ -69,7 +69,7 @@ def test_rope_as_old_and_new_versions_write_it(read) -> None:
     old = read({**LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3})
     new = read({**LLAMA, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}})
     assert old == new
-    assert old.rope_scaling == (32.0, 1.0, 4.0, 8192) and old.rope_theta == 5e5
+    assert old.rope_scaling == Llama3Rope(32.0, 1.0, 4.0, 8192) and old.rope_theta == 5e5
     with pytest.raises(UnsupportedModel, match="'longrope'"):
         read({**LLAMA, "rope_scaling": {"type": "longrope", "factor": 2}})
     with pytest.raises(ModelFiles, match="'factor' is missing"):

@@ -22,9 +22,10 @@ def test_without_its_package_the_built_in_model_says_how_to_get_it(
         resolve_model("smollm2-135m")
 
 
-def test_the_built_in_model_in_other_letters() -> None:
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "smollm2-135", "smollm-135m"])
+def test_the_built_in_model_in_other_letters(name: str) -> None:
     with pytest.raises(ModelFiles, match="did you mean 'smollm2-135m'"):
-        resolve_model("SmolLM2-135M")
+        resolve_model(name)
 
 
 def test_folders_and_files(tmp_path: Path) -> None:

@@ -14,23 +14,15 @@ def loads(**capacities: int) -> list[GroupLoad]:
 
 
 def test_requests_are_dealt_out_whatever_the_load() -> None:
-    turn = RoundRobin()
-    chooser = turn.among(loads(g3=10, g5=10, g8=10))
-    assert [chooser.choose(10) for _ in range(4)] == [3, 5, 8, 3]
-    assert turn.among(loads(g3=10, g5=10, g8=10)).choose(1) == 5, "the turn goes on"
+    turn, groups = RoundRobin(), loads(g3=10, g5=10, g8=10)
+    assert [turn.choose(groups, 10) for _ in range(4)] == [3, 5, 8, 3]
+    assert turn.choose(loads(g5=10, g8=10), 1) == 5, "the turn goes on"
 
 
 def test_a_group_that_can_never_hold_the_request_is_passed_over() -> None:
-    chooser = RoundRobin().among(loads(g3=10, g5=2, g8=10))
-    assert [chooser.choose(4) for _ in range(3)] == [3, 8, 3]
-    assert chooser.choose(11) is None
-
-
-def test_a_closed_group_has_no_turn() -> None:
-    chooser = RoundRobin().among(loads(g3=10, g5=10))
-    chooser.sent(GroupId(3), 5)
-    chooser.close(GroupId(3))
-    assert [chooser.choose(1), chooser.choose(1)] == [5, 5]
+    turn, groups = RoundRobin(), loads(g3=10, g5=2, g8=10)
+    assert [turn.choose(groups, 4) for _ in range(3)] == [3, 8, 3]
+    assert turn.choose(groups, 11) is None
 
 
 def alone(number: int) -> GroupLayout:

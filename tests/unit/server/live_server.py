@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 import httpx
 import uvloop
 
-from kunserve.core.config import ChatConfig, KunServeConfig, LogConfig, ModelConfig, ServerConfig
+from kunserve.core.config import (
+    ChatConfig,
+    KunServeConfig,
+    LogConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from kunserve.server.api.front import Front
 from kunserve.server.http.limits import FrontLimits
 from kunserve.server.start.app import create_app
@@ -82,6 +89,7 @@ def live_server(
     log: LogConfig | None = None,
     tracer: Tracer | None = None,
     chat: ChatConfig | None = None,
+    scheduler: SchedulerConfig | None = None,
 ) -> Generator[LiveServer, None, None]:
     """Start a server, on an ephemeral port unless told; at the end it is drained and joined."""
     engine = engine or EchoEngine()
@@ -90,6 +98,7 @@ def live_server(
         server=server or ServerConfig(shutdown_timeout_s=5.0),
         log=log or LogConfig(),
         chat=chat or ChatConfig(),
+        scheduler=scheduler or SchedulerConfig(),
     )
     listener = listener or socket.create_server(("127.0.0.1", 0), backlog=2048)
     port = listener.getsockname()[1]

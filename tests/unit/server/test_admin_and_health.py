@@ -11,7 +11,7 @@ import httpx
 import pytest
 from click.testing import CliRunner, Result
 
-import kunserve.server.api.admin_routes as admin_routes
+import kunserve_extras.admin as admin_routes
 from kunserve.cluster.api import Vitals
 from kunserve.control.cluster.scaling import NOT_STARTED
 from kunserve.core.config import ServerConfig
@@ -131,7 +131,7 @@ def test_sizes_are_asked_for_in_turn(admin: LiveServer, monkeypatch: pytest.Monk
 
 def test_the_command_asks_and_waits(admin: LiveServer) -> None:
     def scale(*words: str) -> Result:
-        return CliRunner().invoke(scale_command, [*words, "--url", admin.url])
+        return CliRunner().invoke(scale_command, [*words, "--base-url", admin.url])
 
     done = scale("3")
     assert done.exit_code == 0 and done.output == "3 instances\n3 instances serve\n"

@@ -152,6 +152,8 @@ def test_a_slash_at_the_end_and_a_prefix_change_nothing(server: LiveServer, pref
     [
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/models", "/v1/models"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/completion", "/v1/completions"),
         ("/v1/files", None),
     ],
 )

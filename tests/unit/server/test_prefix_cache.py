@@ -52,6 +52,18 @@ def test_answers_and_streams_tell_of_cached_tokens(
     assert last_usage(client, path, body) == whole
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_responses_tell_of_cached_tokens(client: httpx.Client, streams: bool) -> None:
+    asked = {"model": MODEL, "input": "hi", "stream": streams}
+    answer = client.post("/v1/responses", json=asked)
+    if streams:
+        last = answer.text.split("\n\n")[-2].partition("data: ")[2]
+        usage = json.loads(last)["response"]["usage"]
+    else:
+        usage = answer.json()["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] == 3
+
+
 def test_each_prompt_counts_once(client: httpx.Client) -> None:
     body = PROMPT | {"prompt": ["hello", "there"], "n": 2}
     usage = client.post(COMPLETIONS, json=body).json()["usage"]

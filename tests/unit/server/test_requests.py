@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import MAX_QUEUED_REQS, MAX_QUEUED_TOKENS, Overloaded
 from kunserve.core.request import SamplingParams
 from kunserve.model.generation_config import SamplingDefaults
@@ -35,7 +36,8 @@ def client(server: LiveServer) -> Generator[httpx.Client, None, None]:
 
 def resolved(body: dict[str, Any], defaults: SamplingDefaults) -> SamplingParams:
     shape = CompletionBody(prompt="a", seed=1, **body)
-    (one,) = resolve_sampling(shape, defaults, 100, [7], SeedSource(0))
+    limits = ServingLimits(8, 16, 100)
+    (one,) = resolve_sampling(shape, defaults, limits, [1], SeedSource(0))
     return one
 
 
@@ -50,7 +52,8 @@ def test_what_a_request_leaves_open_is_as_the_model_recommends() -> None:
 
 def test_each_completion_is_resolved_once_with_its_own_length() -> None:
     body = ChatBody(messages=[], n=2, seed=5, min_tokens=3)
-    got = resolve_sampling(body, SamplingDefaults(), 100, [4, 9], SeedSource(0))
+    limits = ServingLimits(10, 16, 100)
+    got = resolve_sampling(body, SamplingDefaults(), limits, [6, 1], SeedSource(0))
     assert [one.max_tokens for one in got] == [4, 4, 9, 9]
     assert got[0].seed == got[2].seed == 5 and got[1].seed == got[3].seed != 5
 

@@ -2,6 +2,7 @@
 
 import atexit
 import itertools
+import os
 
 from kunserve.transport.wire.socket_folder import SocketFolder
 
@@ -11,5 +12,5 @@ _numbers = itertools.count()
 
 
 def fresh_address() -> str:
-    """Where nobody is yet."""
-    return FOLDER.address(str(next(_numbers)))
+    """Where nobody is yet, in none of the forks of this process either."""
+    return FOLDER.address(f"{os.getpid()}-{next(_numbers)}")

@@ -69,7 +69,7 @@ class Mover(WorldMover):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loader = LayerLoader(lambda layers: None)
+        self.loader = LayerLoader(lambda layers, gate: None)
         self.completed = list
 
 
@@ -96,6 +96,7 @@ class Wires:
             poll_sockets=(),
             start_heartbeat=lambda *_: None,
             receive=self.receive_mail,
+            is_behind=False,
             send=self.send_to_front,
         )
 
@@ -127,7 +128,9 @@ class Wires:
     def awake(self) -> None:
         self.woken()
 
-    faults = tell_counts = begin_anew = unreached = staticmethod(lambda *_: [])
+    faults = tell_counts = begin_anew = unreached = late_contacts = patience_s = staticmethod(
+        lambda *_: []
+    )
 
     def whether_computing(self, kind: type[Message]) -> list[bool]:
         """For each message of a kind: whether a step was computed when it came or went."""
@@ -187,7 +190,8 @@ class Instance:
         self.peer.on(message, 0.0, hidden)
         while (work := self.peer.next_work(0.0)) is not None:
             self.peer.finished(work, work.run(self.peer_body), 0.0)
-        for dst, answer, beside in self.peer.drain():
+        answers, self.peer.outbox[:] = tuple(self.peer.outbox), ()
+        for dst, answer, beside in answers:
             if dst == ZERO:
                 data = None if beside is None else FakeBody.hidden_to_bytes(beside)
                 self.wires.rings.append((answer, data))
@@ -314,6 +318,28 @@ def test_it_gets_them_at_once_from_a_body_that_computes_on_the_thread() -> None:
 
 def test_it_gets_them_at_once_if_a_device_has_no_next_step() -> None:
     assert Instance(DeviceLoop).serve(num_tokens=1).whether_computing(Outputs) == [False]
+
+
+@pytest.mark.parametrize("loop", [InstanceLoop, DeviceLoop])
+def test_no_step_begins_while_the_front_takes_nothing(loop: type[InstanceLoop]) -> None:
+    instance = Instance(loop)
+    channel, wires = instance.wires.channel, instance.wires
+    num_steps, num_looks = 0, 0
+
+    def computed() -> None:
+        nonlocal num_steps
+        assert not channel.is_behind
+        num_steps += 1
+        channel.is_behind = num_steps == 2
+
+    def looked() -> None:
+        nonlocal num_looks
+        num_looks += channel.is_behind
+        channel.is_behind = channel.is_behind and num_looks < 5
+
+    instance.body.on_step, wires.looked = computed, looked
+    assert len(instance.serve(num_tokens=4).whether_computing(Outputs)) == 4
+    assert num_looks == 5, "it has turned on, and read its mail"
 
 
 @pytest.mark.parametrize("loop", [InstanceLoop, DeviceLoop])

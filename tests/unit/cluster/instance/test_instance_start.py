@@ -9,18 +9,14 @@ from pathlib import Path
 import msgspec
 
 from kunserve.cluster.instance.start import EXIT_ORPHANED
-from kunserve.cluster.processes.launch import (
-    EXIT_LOST_MESSAGES,
-    FakeSettings,
-    InstanceOrder,
-    LocalProcess,
-)
+from kunserve.cluster.processes.launch import FakeSettings, InstanceOrder, LocalProcess
 from kunserve.core.config import KunServeConfig
+from kunserve.core.faults import EXIT_LOST_MESSAGES, EXIT_MACHINE_FAILED
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Message, Ready, ResetPrefixCache
 from kunserve.core.plan import Plan
 from kunserve.transport.wire.channel import FrontChannel, FrontNetwork
-from kunserve.transport.wire.network import Network, any_port_of, new_keys
+from kunserve.transport.wire.network import FrontPlace, Network, any_port_of, new_keys
 from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
 from tests.unit.transport.wire.test_channel import until
 
@@ -47,6 +43,30 @@ def test_an_instance_whose_front_died_first_ends(tmp_path: Path) -> None:
     assert ended.returncode == EXIT_ORPHANED
 
 
+def test_a_thread_that_fails_ends_the_process(tmp_path: Path) -> None:
+    """Nobody else would look after what it kept: a lease, a heartbeat, who may come in."""
+    program = """
+import sys, threading, time
+from kunserve.cluster.instance.start import run_instance
+
+def load(order):
+    threading.Thread(target=lambda: 1 / 0).start()
+    time.sleep(200.0)
+
+sys.exit(run_instance(load))
+"""
+    order = InstanceOrder(ZERO, None, "ipc://nobody", str(tmp_path), Plan(KunServeConfig()))
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        input=msgspec.json.encode(order),
+        stderr=subprocess.PIPE,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == EXIT_MACHINE_FAILED
+    assert b"leaving: a thread has failed" in ended.stderr and b"ZeroDivision" in ended.stderr
+
+
 def test_an_instance_that_is_told_of_moves_ends_with_its_own_exit_code(tmp_path: Path) -> None:
     """Its standard input stays open, and a thread reads that to the end."""
 
@@ -68,7 +88,7 @@ def test_an_instance_that_is_told_of_moves_ends_with_its_own_exit_code(tmp_path:
             network=Network(HOST, mine.public, mine.secret, keys.public, link_timeout_s=30.0),
         )
         process = LocalProcess(order, tells_moves=True)
-        process.follow(front.address)  # at once: it may come together with the order
+        process.follow(FrontPlace(front.address))  # at once: it may come together with the order
         await until(lambda: any(isinstance(word, Ready) for word in heard), 100.0)
         route = front._routes[ZERO]
         front._num_told[route] = 7  # as if six messages were lost

@@ -12,17 +12,15 @@ import pytest
 
 from kunserve.cluster.processes import launch
 from kunserve.cluster.processes.launch import (
-    EXIT_LOST_MESSAGES,
-    EXIT_REMAP_FAILED,
     InstanceOrder,
+    LastWords,
     LocalProcess,
-    StepFailure,
     blame_for,
     check_growth,
     check_memory,
 )
 from kunserve.cluster.processes.process_mark import mark_of
-from kunserve.control.cluster.requests.quarantine import Blame, Cause
+from kunserve.control.cluster.requests.quarantine import Blame, Cause, blame_of
 from kunserve.core.config import (
     MIB,
     ClusterConfig,
@@ -31,12 +29,18 @@ from kunserve.core.config import (
     ServerConfig,
 )
 from kunserve.core.errors import TooLittleMemory
+from kunserve.core.faults import (
+    EXIT_LOST_MESSAGES,
+    EXIT_MACHINE_FAILED,
+    EXIT_REMAP_FAILED,
+    Fault,
+)
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.plan import Plan
 from kunserve.core.python_command import python_command
 from kunserve.engine.memory import free_memory
 from kunserve.engine.memory.free_memory import FRONT_BYTES, PROCESS_BYTES
-from kunserve.engine.memory.instance_memory import RemapFailed
+from kunserve.transport.wire.network import FrontPlace
 
 
 def config(num_instances: int, **instance: int) -> KunServeConfig:
@@ -114,19 +118,28 @@ def test_what_a_process_holds() -> None:
         (-signal.SIGSEGV, Cause.INSIDE),
         (-signal.SIGKILL, Cause.OUTSIDE),
         (-signal.SIGTERM, Cause.OUTSIDE),
-        (EXIT_LOST_MESSAGES, Cause.OUTSIDE),
-        (EXIT_REMAP_FAILED, Cause.OUTSIDE),
+        (EXIT_LOST_MESSAGES, Cause.NOBODY),
+        (EXIT_REMAP_FAILED, Cause.NOBODY),
+        (EXIT_MACHINE_FAILED, Cause.NOBODY),
         (None, Cause.OUTSIDE),
     ],
 )
 def test_who_is_to_blame_for_an_end(exit_code: int | None, cause: Cause) -> None:
     assert blame_for(exit_code, b"") == Blame(cause)
-    words = msgspec.json.encode(StepFailure((RequestId("a"), RequestId("b"))))
-    assert blame_for(exit_code, words) == Blame(Cause.INSIDE, (RequestId("a"), RequestId("b")))
+    named = (RequestId("a"), RequestId("b"))
+    for fault in Fault:
+        blame = blame_for(exit_code, msgspec.json.encode(LastWords(fault, named)))
+        assert blame == blame_of(fault, named), "words tell more than a code"
 
 
-def test_a_failed_remap_is_known_by_its_exit_code() -> None:
-    assert RemapFailed.EXIT_CODE == EXIT_REMAP_FAILED
+def test_only_a_failed_step_speaks_against_the_requests_in_it() -> None:
+    named = (RequestId("a"),)
+    assert {fault: blame_of(fault, named) for fault in Fault} == {
+        Fault.REQUEST: Blame(Cause.INSIDE, named),
+        Fault.UNKNOWN: Blame(Cause.OUTSIDE),
+        Fault.MACHINE: Blame(Cause.NOBODY),
+        Fault.ORDER: Blame(Cause.NOBODY),
+    }
 
 
 def test_a_child_does_not_run_another_kunserve_of_the_working_directory(
@@ -155,6 +168,6 @@ def test_what_a_process_says_before_its_end_is_kept(tells_moves: bool) -> None:
         assert process.said == b"" and mark_of(process.pid) == process.mark
         assert await process.wait() == "exit code 0" and process.exit_code == 0
         assert len(process.said) == 4 * (len(msgspec.json.encode(order)) + 1)
-        process.follow("nobody hears this")
+        process.follow(FrontPlace("nobody hears this"))
 
     asyncio.run(story())

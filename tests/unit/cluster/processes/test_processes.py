@@ -11,6 +11,7 @@ from kunserve.cluster.processes import processes as processes_module
 from kunserve.cluster.processes.launch import InstanceOrder
 from kunserve.cluster.processes.processes import FAILED_STARTS, Death, Processes
 from kunserve.cluster.waking_clock import WakingClock
+from kunserve.control.cluster.requests.quarantine import Cause
 from kunserve.core.config import ClusterConfig, KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Alive
@@ -30,10 +31,13 @@ class Process:
         self.said = b""
         self.exit_code: int | None = None
         self.num_kills = 0
+        self.error: Exception | None = None
         self._is_killable = is_killable
         self._over = asyncio.Event()
 
     async def wait(self) -> str:
+        if self.error is not None:
+            raise self.error
         await self._over.wait()
         return "it ended"
 
@@ -52,7 +56,9 @@ class World:
     def __init__(self, num_instances: int = 1) -> None:
         self.started: list[Process] = []
         self.deaths: list[Death] = []
-        self.error: OSError | None = None
+        self.error: Exception | None = None
+        self.wait_error: Exception | None = None
+        """What whoever waits for the next process gets."""
         self.is_killable = True
         self.outside_s = 0.0
         self.background = Background()
@@ -73,6 +79,7 @@ class World:
         if self.error is not None:
             raise self.error
         process = Process(order.instance_id, 100 + len(self.started), self.is_killable)
+        process.error, self.wait_error = self.wait_error, None
         self.started.append(process)
         return process
 
@@ -269,6 +276,40 @@ def test_who_has_loaded_is_known_until_its_end(monkeypatch: pytest.MonkeyPatch) 
     story(tell, monkeypatch)
 
 
+@pytest.mark.parametrize("error", [OSError("no process"), ValueError("of Ray"), KeyError("order")])
+def test_a_place_is_kept_whatever_a_start_raises(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, anything but an OSError ended the keeper, and the instance never came back."""
+
+    async def tell(world: World) -> None:
+        world.error = error
+        world.started[0].end()
+        await until(lambda: len(world.deaths) == 4)
+        assert all("cannot be started" in death.reason for death in world.deaths[1:])
+        world.error = None
+        await until(lambda: world.has_started(2))
+        assert bool(world.background.num_errors) is not isinstance(error, OSError), "a bug is told"
+        world.background._errors.clear()
+
+    story(tell, monkeypatch)
+
+
+def test_a_process_that_nobody_can_watch_is_killed_and_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def tell(world: World) -> None:
+        world.wait_error = RuntimeError("the actor has another class")
+        world.started[0].end()
+        await until(lambda: world.has_started(3))
+        assert world.started[1].num_kills == 1
+        assert "nobody can watch it: the actor has" in world.deaths[1].reason
+        assert world.background.num_errors == 1
+        world.background._errors.clear()
+
+    story(tell, monkeypatch)
+
+
 def beat(world: World, seconds: float, alive: Alive) -> None:
     for _ in range(round(seconds)):
         world.pass_time(1.0)
@@ -287,6 +328,7 @@ def test_a_loop_that_stands_still_in_a_step_hangs(monkeypatch: pytest.MonkeyPatc
         assert world.started[0].num_kills == 1
         await until(lambda: world.deaths)
         assert "stands still" in world.deaths[0].reason
+        assert world.deaths[0].blame.cause is Cause.INSIDE
 
     story(tell, monkeypatch)
 
@@ -299,6 +341,8 @@ def test_a_long_step_and_a_long_load_are_no_hang(monkeypatch: pytest.MonkeyPatch
         assert not world.started[0].num_kills
         beat(world, 5.0, Alive(ZERO, 2, 0.1, is_computing=False))
         assert world.started[0].num_kills == 1
+        await until(lambda: world.deaths)
+        assert world.deaths[0].blame.cause is Cause.OUTSIDE, "no step was computed"
 
     story(tell, monkeypatch)
 

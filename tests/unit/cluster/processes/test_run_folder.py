@@ -25,7 +25,7 @@ def test_the_lock_tells_whether_a_front_lives(
     folder = RunFolder(tmp_path / "run")
     assert not FrontLock(folder.path).is_free()
     assert not FrontLock(folder.path).try_to_take()
-    with pytest.raises(ConfigError, match="another server runs"):
+    with pytest.raises(ConfigError, match="another server is at this address.*--port"):
         RunFolder(folder.path)
     folder.remove()
     assert not folder.path.exists() and FrontLock(folder.path).is_free()

@@ -6,7 +6,13 @@ from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kunserve.control.cluster.commands import ControlCommand, Deliver, LogTransition, Send
+from kunserve.control.cluster.commands import (
+    ControlCommand,
+    Deliver,
+    LogTransition,
+    Outbox,
+    Send,
+)
 from kunserve.control.cluster.controller import Controller
 from kunserve.core.config import (
     ClusterConfig,
@@ -54,6 +60,12 @@ _COUNTERS = {field.name for field in fields(LeaderTotals)}
 M = TypeVar("M")
 
 
+def drained(outbox: Outbox) -> list[ControlCommand]:
+    """What is in it, in order; it is empty then."""
+    commands, outbox[:] = outbox[:], []
+    return commands
+
+
 class Brain:
     """Every instance is ready; what the controller wants is carried out only when asked for."""
 
@@ -99,7 +111,7 @@ class Brain:
         """An instance is ready."""
         num_ranks = self.num_ranks.get(number, 1)
         instance_id = InstanceId(number)
-        self._numbers[instance_id] = self._num_received[instance_id] = 0
+        self._numbers[instance_id] = 0
         spec = fake_spec(instance_id, NUM_LAYERS, NUM_LAYERS * BLOCKS, layer_bytes=3200)
         place = self.places.get(number, ONE_HOST)
         spec = replace(spec, tensor_parallel_size=num_ranks, place=place)
@@ -128,6 +140,7 @@ class Brain:
         prompt: Sequence[int] | None = None,
         salt: str = "",
         num_prompt_logprobs: int | None = None,
+        priority: int = 0,
     ) -> RequestId:
         """A client asks for something: what nobody asked before, if no prompt is given."""
         request_id = RequestId(f"r{self._num_requests}")
@@ -137,7 +150,9 @@ class Brain:
         )
         if prompt is None:
             prompt = [1000 + self._num_requests] * prompt_tokens
-        request = Request(request_id, TokenIds(prompt), sampling, self.now_s, cache_salt=salt)
+        request = Request(
+            request_id, TokenIds(prompt), sampling, self.now_s, cache_salt=salt, priority=priority
+        )
         self.controller.arrive(request, self.tokens.append, self.now_s)
         self._drain()
         return request_id
@@ -273,6 +288,7 @@ class Brain:
             if isinstance(command, Send) and isinstance(command.message, Submit):
                 self._num_received[command.instance_id] += 1
             if isinstance(command, Send) and isinstance(command.message, Form):
+                self._num_received[command.instance_id] = command.message.num_sent
                 told.append(command.instance_id)
         for instance_id in told:
             if instance_id not in self.slow:

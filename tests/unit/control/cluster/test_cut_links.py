@@ -3,9 +3,10 @@
 import pytest
 
 from kunserve.control.cluster import cut_links
-from kunserve.control.cluster.cut_links import FIRST_HOLD_S, LONGEST_HOLD_S, MOST_TOLD, CutLinks
+from kunserve.control.cluster.cut_links import FIRST_HOLD_S, MOST_TOLD, CutLinks
+from kunserve.control.cluster.holds import LONGEST_HOLD_S
 from kunserve.core.ids import InstanceId
-from kunserve.core.messages import LinkBroken, Prepared
+from kunserve.core.messages import LateContact, LinkBroken, Prepared
 from tests.fake_cluster import FakeCluster
 
 ZERO, ONE, TWO = (InstanceId(i) for i in range(3))
@@ -73,6 +74,18 @@ def test_a_drop_merges_whom_no_cut_parts() -> None:
     cluster.finish()
     groups = sorted(sorted(group.members) for group in cluster.groups())
     assert groups == [[0, 3], [1, 2]], "all four do not fit together either"
+
+
+def test_a_first_contact_that_was_only_slow_parts_nobody() -> None:
+    """As often as it is: the pair is free as soon as it has met."""
+    cluster = FakeCluster()
+    for _ in range(5):
+        cluster.controller.on(ZERO, LinkBroken(ZERO, ONE, "late", is_down=True), cluster.now_s)
+        (cut,) = cluster.controller.state(cluster.now_s).cut_links
+        assert cut.until_s == cluster.now_s + FIRST_HOLD_S
+        cluster.controller.on(ZERO, LateContact(ZERO, ONE), cluster.now_s + 1.0)
+        assert not cluster.controller.state(cluster.now_s).cut_links
+        cluster.pass_time(FIRST_HOLD_S + 1.0)
 
 
 def test_by_hand_a_cut_may_be_tried_and_the_refusal_counts() -> None:

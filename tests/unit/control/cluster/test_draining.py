@@ -1,6 +1,7 @@
 """An instance that leaves: who waits there goes back, who runs moves with its KV."""
 
 from kunserve.control.cluster.commands import ScaleDown
+from kunserve.control.cluster.standing import Standing
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import (
@@ -27,7 +28,7 @@ def leaving(num_requests: int = 1, **load: int) -> tuple[Brain, list[RequestId]]
     brain.report(0, **load)
     brain.report(1, num_running=1, num_waiting=num_requests - 1, waiting_blocks=2, used_blocks=3)
     brain.take(Submit)
-    brain.controller.placement.leave(brain.group_id(1))
+    brain.controller.placement.mark(brain.group_id(1), Standing.LEAVING)
     brain.pass_time()
     return brain, requests
 
@@ -82,7 +83,7 @@ def test_nothing_moves_over_a_cut_link() -> None:
     for number in range(2):
         brain.report(number, num_running=1, used_blocks=2)
     brain.controller.transitions.cuts.found(InstanceId(0), InstanceId(1), brain.now_s)
-    brain.controller.placement.leave(brain.group_id(leader))
+    brain.controller.placement.mark(brain.group_id(leader), Standing.LEAVING)
     brain.pass_time()
     assert not brain.take(Migrate)
 

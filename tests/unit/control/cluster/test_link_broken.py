@@ -61,6 +61,30 @@ def test_what_comes_too_late_changes_nothing() -> None:
     cluster.finish()
 
 
+@pytest.mark.parametrize("moment", range(0, 24, 2))
+def test_a_first_contact_that_fails_costs_only_the_migration(moment: int) -> None:
+    """Nobody forms anew, whoever has the request by then."""
+    cluster = FakeCluster()
+    cluster.request(9, 3)
+    cluster.request(9, 12)
+    cluster.run_until(lambda: all(a.token_ids for a in cluster.accounts.values()))
+    before = {i: member.agent for i, member in cluster.members.items()}
+    groups = cluster.groups()
+    source, target = (cluster.controller.placement.with_member(i) for i in (ZERO, ONE))
+    assert source is not None and target is not None
+    cluster.migrate(source.layout.group_id, target.layout.group_id)
+    begin = cluster.num_actions
+    cluster.run_except(lambda action: False, lambda: cluster.num_actions >= begin + moment)
+    cluster.controller.on(ONE, LinkBroken(ONE, ZERO, "no answer", is_down=True), cluster.now_s)
+    cluster.carry_out()
+    cluster.controller.check()
+    assert cluster.controller.balance.partners(ZERO) == set()
+    cluster.finish()
+    assert {i: member.agent for i, member in cluster.members.items()} == before
+    assert cluster.groups() == groups
+    assert cluster.controller.state(cluster.now_s).num_rerun == 0
+
+
 def test_a_first_contact_that_fails_costs_only_the_drop() -> None:
     """Nothing is committed, and the two have never spoken: nobody computes anything again."""
     cluster = FakeCluster()

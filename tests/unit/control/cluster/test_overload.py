@@ -1,17 +1,28 @@
 """From reported load to transitions: what is begun, what is called off, and what is said of it."""
 
+from itertools import pairwise
+
 import pytest
 
 from kunserve.control.cluster.commands import LogReason, ScaleUp
-from kunserve.control.cluster.transitions import BACKOFF_S
+from kunserve.control.cluster.transition import Phase
+from kunserve.control.cluster.transitions import BACKOFF_S, PATIENCE_S
 from kunserve.core.config import ClusterConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import InstanceId
-from kunserve.core.messages import AllowParking, LoadLayers, Prepare, Prepared, Rollback
-from kunserve.core.snapshots import Outcome
+from kunserve.core.messages import (
+    AllowParking,
+    LayersLoaded,
+    LoadLayers,
+    Prepare,
+    Prepared,
+    Rollback,
+)
+from kunserve.core.snapshots import Kind, Outcome
 from kunserve.policy.drop.restore import Postponed
 from tests.unit.control.cluster.brain import BLOCKS, Brain
 
+ZERO, ONE = InstanceId(0), InstanceId(1)
 SHORT = {
     "num_running": 9,
     "used_blocks": BLOCKS,
@@ -128,6 +139,79 @@ def test_after_no_answer_too() -> None:
     brain.controller.transitions.roll_back(transition, "no answer", brain.now_s)
     brain.report(0, after_s=BACKOFF_S / 2, **SHORT)
     assert not brain.take(Prepare)
+
+
+def test_one_that_refuses_is_asked_ever_more_rarely_and_the_others_merge() -> None:
+    brain = Brain(4)
+    for number in range(1, 4):
+        brain.report(number, used_blocks=BLOCKS, num_running=9)
+    brain.report(0, **SHORT)
+    asked_s: list[float] = []
+    for _ in range(600):
+        for member, prepare in brain.take(Prepare):
+            asked_s += [brain.now_s] if member == ZERO else []
+            refusal = "no memory" if member == ZERO else None
+            brain.tell(member, Prepared(prepare.transition_id, member, refusal))
+        brain.committed()
+        brain.exchanged()
+        brain.report(0, **SHORT)
+        brain.pass_time()
+    assert 4 <= len(asked_s) <= 7, "in a minute or two"
+    gaps_s = [after - before for before, after in pairwise(asked_s)]
+    assert all(after > 1.5 * before for before, after in pairwise(gaps_s))
+    assert [0] in [sorted(group) for group in brain.groups], "it stands alone"
+    assert len(brain.groups) < 4, "others have merged without it"
+    reasons = brain.controller.state(brain.now_s).reasons
+    assert any(text.startswith("instance 0 refused a drop: it is asked") for text in reasons)
+    brain.die(0)
+    brain.start(0)
+    reasons = brain.controller.state(brain.now_s).reasons
+    assert not any("refused" in text for text in reasons), "another process may not"
+
+
+def test_who_does_not_answer_is_left_out_too() -> None:
+    brain = Brain(3)
+    for number in range(1, 3):
+        brain.report(number, used_blocks=BLOCKS, num_running=9)
+    brain.report(0, **SHORT)
+    asked = {int(i) for i, _ in brain.take(Prepare)}
+    (other,) = {0, 1, 2} - asked
+    silent = (asked - {0}).pop()
+    (transition,) = brain.controller.transitions.active.values()
+    brain.tell(0, Prepared(transition.transition_id, ZERO, None))
+    brain.pass_time(PATIENCE_S[Phase.PREPARING] + 5.0)
+    assert [record.outcome for record in brain.ended] == [Outcome.ROLLED_BACK]
+    brain.pass_time(BACKOFF_S / 2)
+    brain.report(other, after_s=0.0, used_blocks=BLOCKS, num_running=9)
+    brain.report(0, after_s=BACKOFF_S / 2, **SHORT)
+    assert {int(i) for i, _ in brain.take(Prepare)} == {0, other}, silent
+
+
+def test_a_member_that_refuses_a_restore_may_be_dropped() -> None:
+    brain = dropped()
+    brain.report(0)
+    brain.pass_time()
+    brain.report(0)
+    ((leader, load),) = brain.take(LoadLayers)
+    brain.tell(1, LayersLoaded(load.transition_id, ONE, "no memory", 0, 0.0, seconds=0.0))
+    transitions = brain.controller.transitions
+    assert transitions.refusing(Kind.RESTORE, brain.now_s) == {brain.group_id(0)}
+    assert not transitions.refusing(Kind.DROP, brain.now_s)
+    brain.report(0, after_s=BACKOFF_S / 2)
+    assert not brain.take(LoadLayers)
+    assert any("refused the last restore" in x for x in brain.controller.state(0.0).reasons)
+    brain.report(0, after_s=BACKOFF_S)
+    brain.complete()
+    assert brain.groups == [(0,), (1,)] and leader == ZERO
+    assert not transitions.refusers.held(brain.now_s), "it has done it now"
+
+
+def test_by_hand_whoever_refused_may_be_asked_again() -> None:
+    brain = Brain()
+    brain.report(0, **SHORT)
+    refuse(brain, 1)
+    assert not brain.take(Prepare)
+    assert brain.controller.force_drop(None, brain.now_s)
 
 
 def test_where_nothing_is_left_to_drop_an_instance_is_wished_for() -> None:

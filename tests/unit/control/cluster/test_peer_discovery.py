@@ -4,11 +4,14 @@ import pytest
 
 from kunserve.control.cluster.commands import Outbox, Send
 from kunserve.control.cluster.peer_discovery import PeerDiscovery
+from kunserve.control.cluster.transitions import PATIENCE_STEPS
 from kunserve.core.ids import InstanceId
-from kunserve.core.messages import Connect
+from kunserve.core.layout import LayerRange
+from kunserve.core.messages import Connect, LayerSource
 from kunserve.core.transfer import PeerAddress
 from kunserve.transport.wire.codec import encode
 from tests.fake_cluster import FakeCluster
+from tests.unit.control.cluster.brain import Brain, drained
 
 
 class World:
@@ -27,9 +30,16 @@ class World:
         self.book.introduce(map(InstanceId, numbers))
         self.book.check()
 
+    def pull(self, taker: int, *sources: int | None) -> None:
+        """One layer from each."""
+        ids = [None if source is None else InstanceId(source) for source in sources]
+        runs = [LayerSource(LayerRange(i, i + 1), source) for i, source in enumerate(ids)]
+        self.book.introduce_to(InstanceId(taker), runs)
+        self.book.check()
+
     def told(self) -> dict[int, list[Connect]]:
         found: dict[int, list[Connect]] = {}
-        for command in self.outbox.drain():
+        for command in drained(self.outbox):
             assert isinstance(command, Send) and isinstance(command.message, Connect)
             found.setdefault(command.instance_id, []).append(command.message)
         return found
@@ -50,9 +60,22 @@ def test_only_what_is_new_is_told() -> None:
     assert world.told() == {}
 
 
+def test_who_computes_long_steps_is_given_time() -> None:
+    """It reads whom it is to let in between two of them."""
+    brain = Brain(policy="recompute")
+    for number in range(20):
+        brain.report(0, after_s=0.5)
+        if number % 10 == 0:
+            brain.report(1, after_s=0.0)
+    brain.controller.force_drop(None, brain.now_s)
+    brain.pass_time(0.0)
+    slow_s = {number: message.slow_s for number, message in brain.take(Connect)}
+    assert slow_s == {InstanceId(0): PATIENCE_STEPS * 5.0, InstanceId(1): PATIENCE_STEPS * 0.5}
+
+
 def test_a_source_and_its_taker_know_each_other() -> None:
     world = World(4)
-    world.book.introduce_to(InstanceId(0), (InstanceId(2), None, InstanceId(9), InstanceId(0)))
+    world.pull(0, 2, None, 9, 0)
     assert names(world.told()) == {0: [2], 2: [0]}
     world.book.check()
 
@@ -99,3 +122,19 @@ def test_starting_many_tells_nobody_anything(num: int) -> None:
     after = {i: member.known - before[i] for i, member in cluster.members.items()}
     assert sum(map(len, after.values())) == 2, "links, one each way"
     assert told_bytes < 500
+
+
+def test_no_link_is_parted_while_layers_come_over_it() -> None:
+    world = World(8, most=2)
+    for taker in (1, 2, 3, 4):
+        world.pull(taker, 0)
+    told = world.told()
+    assert not any(one.gone for found in told.values() for one in found)
+    assert world.book.given == {0: 4}
+    world.book.has_pulled(InstanceId(1))
+    world.book.has_pulled(InstanceId(2))
+    world.pull(5, 0)
+    assert [one.gone for one in world.told()[0] if one.gone] == [(1,), (2,)]
+    world.book.left(InstanceId(0))
+    world.book.check()
+    assert not world.book.given

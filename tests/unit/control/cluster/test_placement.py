@@ -3,6 +3,7 @@
 import pytest
 
 from kunserve.control.cluster.placement import RATE_WEIGHT, Group, Placement
+from kunserve.control.cluster.standing import Standing
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.load import LeaderTotals, LoadReport
@@ -43,9 +44,9 @@ def test_what_was_sent_counts_until_a_report_includes_it() -> None:
     group.sent(1, 10)
     group.sent(2, 20)
     assert (group.load.num_unreported, group.load.demand_blocks) == (2, 30)
-    group.take(LoadReport(GroupId(0), 1, num_received=1, used_blocks=10), 1.0)
+    group.note_report(LoadReport(GroupId(0), 1, num_received=1, used_blocks=10), 1.0)
     assert (group.load.num_unreported, group.load.demand_blocks) == (1, 30)
-    group.take(LoadReport(GroupId(0), 2, num_received=2, used_blocks=30), 1.1)
+    group.note_report(LoadReport(GroupId(0), 2, num_received=2, used_blocks=30), 1.1)
     assert (group.load.num_unreported, group.load.demand_blocks) == (0, 30)
 
 
@@ -59,7 +60,7 @@ def test_the_load_is_the_same_value_until_something_changes() -> None:
 
 def test_a_report_in_a_transition_does_not_change_the_groups_capacity() -> None:
     group = only(placed((0,)))
-    group.take(LoadReport(GroupId(0), 1, capacity_blocks=7), 1.0)
+    group.note_report(LoadReport(GroupId(0), 1, capacity_blocks=7), 1.0)
     assert (group.load.report.capacity_blocks, group.load.capacity_blocks) == (7, 100)
 
 
@@ -71,9 +72,9 @@ def test_a_pipeline_knows_what_its_members_hold_undropped() -> None:
 
 def test_the_prompt_rate_is_smoothed() -> None:
     group = only(placed((0,)))
-    group.take(LoadReport(GroupId(0), 1, totals=LeaderTotals(prompt_tokens=1000)), 1.0)
+    group.note_report(LoadReport(GroupId(0), 1, totals=LeaderTotals(prompt_tokens=1000)), 1.0)
     assert group.prompt_tokens_per_s == 0.0
-    group.take(LoadReport(GroupId(0), 2, totals=LeaderTotals(prompt_tokens=1500)), 2.0)
+    group.note_report(LoadReport(GroupId(0), 2, totals=LeaderTotals(prompt_tokens=1500)), 2.0)
     assert group.prompt_tokens_per_s == pytest.approx(RATE_WEIGHT * 500)
 
 
@@ -85,7 +86,8 @@ def test_ids_are_never_used_again() -> None:
 
 def test_a_group_that_is_gone_leaves_no_more() -> None:
     placement = placed((0,), (1,))
-    placement.leaving.add(GroupId(1))
+    placement.mark(GroupId(1), Standing.LEAVING)
+    assert placement.leaving == {GroupId(1)}
     placement.remove((placement.groups[GroupId(1)].layout,))
     assert not placement.leaving
     placement.check()

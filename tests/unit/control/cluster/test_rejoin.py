@@ -28,14 +28,12 @@ def alone(group_id: int, instance_id: int) -> GroupLayout:
     return layout(group_id, (instance_id, WHOLE))
 
 
-def back(
-    instance_id: int, held: LayerRange, stands_in: GroupLayout | None, num_received: int = 0
-) -> Rejoin:
+def back(instance_id: int, held: LayerRange, stands_in: GroupLayout | None) -> Rejoin:
     spec = instance_spec(
         instance_id, NUM_LAYERS, 800, unit_bytes=1024, layer_bytes=4096, granule_bytes=1024
     )
     ready = Ready(spec, PeerAddress("links", "bulk"), 100, "")
-    return Rejoin(ready, held, 800, stands_in, num_received)
+    return Rejoin(ready, held, 800, stands_in)
 
 
 PIPELINE = layout(5, (0, LOW), (1, HIGH))
@@ -72,7 +70,7 @@ def test_layers_that_are_not_held_make_no_stage() -> None:
 
 def test_the_controller_forms_them_with_ids_never_used_before() -> None:
     controller = Controller(Plan(KunServeConfig()), first_id=1000)
-    events = [back(0, LOW, PIPELINE, 17), back(1, HIGH, PIPELINE), back(2, LOW, None)]
+    events = [back(0, LOW, PIPELINE), back(1, HIGH, PIPELINE), back(2, LOW, None)]
     controller.rejoin(events, 0.0)
     formed = {
         command.instance_id: command.message.layout

@@ -6,8 +6,16 @@ from kunserve.control.cluster.transition import Phase
 from kunserve.control.cluster.transitions import PATIENCE_S
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.core.messages import Commit, Committed, Form, Prepare, Rollback, Submit
-from kunserve.core.snapshots import Outcome
+from kunserve.core.messages import (
+    Commit,
+    Committed,
+    Form,
+    Prepare,
+    Rollback,
+    Submit,
+    TransferProgress,
+)
+from kunserve.core.snapshots import Kind, Outcome
 from tests.unit.control.cluster.brain import NUM_LAYERS, Brain
 
 
@@ -64,16 +72,68 @@ def test_long_steps_make_drops_slow_and_not_impossible() -> None:
     assert brain.ended[0].outcome is Outcome.DONE
 
 
-def test_an_exchange_that_goes_on_is_waited_for() -> None:
-    brain = at(Phase.EXCHANGING)
-    for num_stalled in range(20, 0, -1):
-        brain.report(0, after_s=30.0, num_stalled=num_stalled)
-        brain.pass_time(0.0)
+def restoring() -> Brain:
+    """A pipeline of two, and an instance beside it; the two are told to load what they lack."""
+    brain = Brain(num_instances=3, policy="recompute")
+    for number in range(3):
+        brain.report(number)
+    brain.controller.force_drop(None, brain.now_s)
+    brain.pass_time(0.0)
+    brain.complete()
+    assert brain.groups == [(2,), (0, 1)]
+    for number in (0, 2):
+        brain.report(number)
+    brain.controller.force_restore(brain.now_s)
+    brain.pass_time(0.0)
+    assert [record.kind for record in brain.ended] == [Kind.DROP]
+    return brain
+
+
+def come(brain: Brain, number: int, after_s: float) -> None:
+    """Bytes come to an instance, which says so."""
+    brain.pass_time(after_s)
+    brain.tell(number, TransferProgress(InstanceId(number), 1))
+    brain.pass_time(0.0)
+
+
+@pytest.mark.parametrize(("total_s", "each_s"), [(190.0, 6.0), (1800.0, 100.0)])
+def test_layers_that_go_on_coming_are_waited_for(total_s: float, each_s: float) -> None:
+    brain = restoring()
+    for turn in range(int(total_s / each_s)):
+        come(brain, turn % 2, each_s)
     assert not brain.ended
-    for _ in range(100):
-        brain.report(0, after_s=10.0, num_stalled=1)
-        brain.pass_time(0.0)
+    brain.complete()
+    assert brain.ended[0].outcome is Outcome.DONE
+
+
+def test_layers_that_do_not_come_any_more_are_not_waited_for() -> None:
+    brain = restoring()
+    come(brain, 0, 100.0)
+    for _ in range(20):
+        come(brain, 2, 5.9)  # another one's bytes say nothing of these
+    assert not brain.ended
+    come(brain, 2, 5.9)
+    assert brain.ended[0].ending == "rolled back: no answer from instances [0, 1]"
+
+
+def test_an_exchange_is_waited_for_as_long_as_bytes_come() -> None:
+    """One request may take longer than any patience: no whole one has come all the time."""
+    brain = at(Phase.EXCHANGING)
+    for _ in range(60):
+        come(brain, 1, 55.0)
+    assert not brain.ended
+    brain.pass_time(59.0)
+    assert not brain.ended
+    brain.pass_time(5.0)
     assert brain.ended[0].outcome is Outcome.FAILED
+
+
+def test_no_bytes_make_up_for_a_word_that_does_not_come() -> None:
+    for phase in (Phase.PREPARING, Phase.COMMITTING):
+        brain = at(phase)
+        for _ in range(8):
+            come(brain, 0, 10.0)
+        assert brain.ended, phase
 
 
 def test_a_word_from_before_a_failure_changes_nothing() -> None:

@@ -9,6 +9,7 @@ from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.load import RESIDENCY_BOUNDS_S
 from kunserve.core.messages import TokenOutput
 from kunserve.core.plan import Measured, SwapPlan
 from kunserve.core.request import Request, SamplingParams
@@ -364,3 +365,30 @@ def test_whoever_waits_goes_on_alone_when_the_other_is_gone() -> None:
     step(scheduler)
     scheduler.abort(RequestId("a"))
     assert starts(step(scheduler)[0])["b"] == 64, "and has what was computed"
+
+
+def test_how_long_blocks_stay_and_how_soon_they_are_used_again() -> None:
+    """By the leader's clock: nothing is counted of blocks that are still there."""
+    scheduler = make(capacity=6)
+    totals = scheduler.totals
+    scheduler.add(request("a", 8, 1, max_tokens=1))
+    step(scheduler, 10.0)
+    scheduler.add(request("b", 8, 2, max_tokens=1))
+    step(scheduler, 14.0)
+    gaps = dict(zip((*RESIDENCY_BOUNDS_S, None), totals.reuse_gaps, strict=True))
+    assert gaps[5.0] == 2 and sum(gaps.values()) == 2, "two blocks, 4 s after the first request"
+    assert totals.reuse_gap_s == 8.0 and not totals.block_lives
+    scheduler.add(request("c", 0, 22, max_tokens=1))
+    step(scheduler, 50.0)
+    assert sum(totals.block_lives) == sum(totals.block_idles) == 2
+    assert totals.block_lived_s == 2 * 40.0 and totals.block_idle_s == 2 * 36.0
+
+
+def test_preemptions_are_counted_by_request() -> None:
+    scheduler = make(capacity=5, watermark=0.0)
+    for name in ("a", "b"):
+        scheduler.add(request(name, 0, 8, max_tokens=8))
+    finish(scheduler)
+    totals = scheduler.totals
+    assert totals.num_preemptions == totals.ended_preemptions > 0
+    assert sum(totals.preemptions) == 2

@@ -9,6 +9,7 @@ import pytest
 from kunserve.control.group.ledger import Ledger
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.prefix_cache import NEVER_FULL, PrefixCache
+from kunserve.control.group.residency import Residency
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.group.sequence import Sequence, make_sequence
 from kunserve.control.group.swap import SwapSpace
@@ -221,7 +222,7 @@ def test_a_handover_gives_swapped_kv_up() -> None:
 def sequence(name: str, arrival_s: float, num_tokens: int) -> Sequence:
     """A running one whose tokens but the last are computed."""
     request = Request(RequestId(name), (5,) * num_tokens, SamplingParams(9), arrival_s)
-    made = make_sequence(request, (), 0, frozenset(), 1000)
+    made = make_sequence(request, (), 0, frozenset(), 1000, 16)
     made.num_computed = num_tokens - 1
     return made
 
@@ -231,7 +232,7 @@ def space(*held: Sequence, capacity: int) -> tuple[SwapSpace, Ledger]:
     ledger = Ledger(capacity)
     for seq in held:
         assert ledger.grow(seq.request_id, -(-seq.num_tokens // BLOCK))
-    cache = PrefixCache(GroupId(0), NEVER_FULL, ledger)
+    cache = PrefixCache(GroupId(0), NEVER_FULL, ledger, Residency(SchedulerTotals()))
     return SwapSpace(FAST, COST, KvBlocks(BLOCK), ledger, SchedulerTotals(), cache), ledger
 
 
@@ -239,10 +240,10 @@ def test_who_came_earlier_and_was_recomputed_goes_first() -> None:
     victim = sequence("v", 2.0, 9)
     swap, ledger = space(victim, capacity=10)
     assert swap.swap_out(victim)
-    assert swap.swap_in((1.0, 0), 8) == 0, "an earlier one waits without KV"
-    assert swap.swap_in((3.0, 0), 0) == 0, "no room among the running"
+    assert swap.swap_in((0, 1.0, 0), 8) == 0, "an earlier one waits without KV"
+    assert swap.swap_in((0, 3.0, 0), 0) == 0, "no room among the running"
     assert swap.first_away == victim.key
-    assert swap.swap_in((3.0, 0), 8) == 1
+    assert swap.swap_in((0, 3.0, 0), 8) == 1
     assert swap.returning == [victim] and swap.first_away is None
     assert ledger.used_blocks == 3
     swap.check()

@@ -207,7 +207,8 @@ def test_a_leader_returns_what_waits() -> None:
     cluster.run_except(lambda action: isinstance(action, FinishStep))  # the first one runs
     agent = cluster.agent(0)
     agent.on(ReturnWaiting(tuple(names)), cluster.now_s)
-    (answer,) = [out.message for out in agent.drain() if isinstance(out.message, Returned)]
+    (answer,) = [out.message for out in agent.outbox if isinstance(out.message, Returned)]
+    agent.outbox.clear()
     assert answer == Returned(InstanceId(0), tuple(names[1:]))
     cluster.controller.on(InstanceId(0), answer, cluster.now_s)
     cluster.carry_out()

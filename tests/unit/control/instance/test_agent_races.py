@@ -221,7 +221,7 @@ def test_a_pipeline_formed_anew_whose_second_stage_hears_of_it_last() -> None:
     placement.add(layout)
     for member in layout.members:
         cluster.connect(member, Connect(tuple((i, NOWHERE) for i in layout.members)))
-        cluster.post(None, member, Form(layout, specs))
+        cluster.post(None, member, Form(layout, specs, num_sent=placement.num_sent[member]))
     cluster.request(4, 5)
     cluster.run_except(link(None, 1))
     assert early_plans(cluster.agent(1))
@@ -457,5 +457,5 @@ def test_a_request_that_waits_for_the_commit_is_counted_once() -> None:
     cluster.run_until_idle()
     assert not agent.inbox.waiting
     agent.report(cluster.now_s)
-    (report,) = [out.message for out in agent.drain() if isinstance(out.message, Report)]
+    (report,) = [out.message for out in agent.outbox if isinstance(out.message, Report)]
     assert report.load.num_received == 1

@@ -4,11 +4,11 @@ import pytest
 
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.messages import Form
+from kunserve.core.messages import Form, Submit
 from kunserve.core.transfer import LayerLoad, LayerPull
-from kunserve_lab.world.actions import Action, CompletePull
+from kunserve_lab.world.actions import Action, CompletePull, Delivery, FinishStep, StartStep
 from kunserve_lab.world.fake_body import FakeBody
-from tests.fake_cluster import FakeCluster
+from tests.fake_cluster import FakeCluster, link
 
 
 @pytest.mark.parametrize(
@@ -98,3 +98,33 @@ def test_a_group_formed_anew_while_its_layers_are_on_their_way() -> None:
     assert member.body.held == member.agent.state.held == member.mover.offered == LayerRange(0, 2)
     assert member.agent.state.table.num_units == member.body.kv_units
     member.agent.check()
+
+
+def test_a_request_that_a_form_sweeps_away_is_counted_as_read() -> None:
+    """Else the group would look for ever as if the request were on its way there."""
+    cluster = FakeCluster()
+    for _ in range(2):
+        cluster.request(4, 7)
+    to_it, it = link(None, 1), InstanceId(1)
+    cluster.run_except(
+        lambda action: action == FinishStep(it), lambda: cluster.members[it].work is not None
+    )
+    cluster.drop((0, 0, 2), (1, 2, 4))
+    while cluster.links[None, it]:
+        cluster.perform(Delivery(None, it))  # up to ``Prepare``
+    for _ in range(2):
+        cluster.request(4, 7)
+    # Instance 0 commits and hands over, before instance 1 reads what came before its own commit.
+    steps = (StartStep(it), FinishStep(it))
+    cluster.perform(Delivery(it, None))
+    cluster.run_except(lambda action: to_it(action) or action in steps)
+    cluster.perform(Delivery(None, it))
+    (waiting,) = cluster.agent(1).inbox.waiting
+    assert isinstance(waiting, Submit)
+    cluster.kill_instance(InstanceId(0))
+    cluster.run_except(lambda action: action in steps)  # the step ends after the ``Form``
+    cluster.finish()
+    cluster.pass_time(0.1)
+    cluster.run_until_idle()
+    (group,) = cluster.controller.placement.groups.values()
+    assert not group.unreported and group.is_clear

@@ -8,7 +8,7 @@ from kunserve.control.instance.inbox import (
     Mail,
     Moment,
     When,
-    is_of_step,
+    is_plain,
     when_to_read,
 )
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId, TransitionId
@@ -152,10 +152,12 @@ def test_when_a_message_is_read(message: Message, changes: dict[str, object], wh
     moment = MOMENT._replace(**changes)  # type: ignore[arg-type]
     assert when_to_read(message, moment) == when
     stands = not moment.is_forming and moment.group_id is not None
-    if stands and is_of_step(message, GroupId(5)):
+    is_calm = not moment.is_quiescing
+    if stands and is_plain(message, GroupId(5), is_calm=is_calm):
         assert when == "now"
-    if isinstance(message, Activation | FinalRows | HeadPart) and stands:
-        assert is_of_step(message, GroupId(5)) == (when == "now")
+    is_new = isinstance(message, Submit) and message.group_id is None
+    if stands and (is_new or isinstance(message, Activation | FinalRows | HeadPart)):
+        assert is_plain(message, GroupId(5), is_calm=is_calm) == (when == "now")
 
 
 def test_what_waits_comes_in_order_once_its_time_has_come() -> None:

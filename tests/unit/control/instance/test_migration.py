@@ -6,6 +6,7 @@ import pytest
 
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import HandOff, MigrationOver, OfferKv
+from kunserve.core.plan import SwapPlan
 from kunserve.core.request import SamplingParams
 from kunserve_lab.world.actions import Action, CompletePull, Delivery, StartStep
 from tests.fake_cluster import FakeCluster, link
@@ -267,3 +268,22 @@ def test_a_step_that_starts_late_still_sees_its_blocks() -> None:
     cluster.run_except(starts)
     cluster.finish()
     assert moved(cluster) == 1
+
+
+def test_a_request_that_goes_to_host_memory_stays() -> None:
+    """Its blocks were offered, and moved all the same. No server has both; machines of tests do."""
+    cluster = FakeCluster(pools=(18, 24), block_size=2, swap=SwapPlan(1e7))
+    cluster.kill_instance(InstanceId(1))
+    for _ in range(3):
+        cluster.request(13, 20)
+    cluster.run_except(
+        NOTHING, lambda: sum(bool(a.token_ids) for a in cluster.accounts.values()) > 1
+    )
+    cluster.start_instance(InstanceId(1))
+    cluster.run_except(NOTHING, lambda: cluster.agent(1).membership is not None)
+    migrate(cluster)
+    is_pull = lambda action: isinstance(action, CompletePull)  # noqa: E731
+    cluster.run_except(is_pull, lambda: not cluster.controller.placement.migrating)
+    totals = cluster.agent(0).state.totals
+    assert totals.swapped_out_blocks and not moved(cluster)
+    cluster.finish()

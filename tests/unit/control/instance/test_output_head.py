@@ -122,7 +122,9 @@ def test_results_come_in_the_order_of_their_microbatches() -> None:
     """One of which nothing is sampled passes the one before it, whose head is under way."""
     cluster = pair(pools=(40, 40), max_num_batched_tokens=4, max_model_len=60)
     cluster.request(3, max_tokens=20)
-    cluster.run_except(lambda action: False, lambda: cluster.agent(0).totals.generation_tokens > 1)
+    cluster.run_except(
+        lambda action: False, lambda: cluster.agent(0).state.totals.generation_tokens > 1
+    )
     scored = SamplingParams(max_tokens=2, temperature=0.0, num_prompt_logprobs=1)
     cluster.request(40, sampling=scored)
 

@@ -29,7 +29,7 @@ def sharing(num: int) -> FakeCluster:
 @pytest.mark.parametrize("num", [2, 8])
 def test_a_shared_beginning_moves_once_and_nobody_is_preempted(num: int) -> None:
     cluster = sharing(num)
-    blocks = {r: cluster.agent(0).table.num_blocks(r) for r in cluster.accounts}
+    blocks = {r: cluster.agent(0).state.table.num_blocks(r) for r in cluster.accounts}
     cluster.drop((0, 0, 3), (1, 3, 6))
     cluster.run_until(lambda: bool(cluster.records) and cluster.records[-1].finished_s is not None)
     common = COMMON // BLOCK

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kunserve.control.instance.body import UnitCopy
 from kunserve.core.config import MIB, InstanceConfig
 from kunserve.core.errors import TooLittleMemory
+from kunserve.core.faults import EXIT_REMAP_FAILED
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.memory import address_space
@@ -193,7 +194,7 @@ def test_a_remap_that_fails_at_any_call_is_whole_or_ends_the_instance(
             try:
                 memory.reclaim(whole) if is_reclaim else memory.drop(middle)
             except RemapFailed as failure:
-                assert failure.code == RemapFailed.EXIT_CODE
+                assert failure.code == EXIT_REMAP_FAILED
                 num_failed += 1
             else:
                 memory.check(ask_kernel=True)
@@ -232,7 +233,7 @@ except Exception:
         check=False,
         timeout=120,
     )
-    assert ended.returncode == RemapFailed.EXIT_CODE, ended
+    assert ended.returncode == EXIT_REMAP_FAILED, ended
     assert "remap failed half-way, the instance ends" in ended.stderr and ended.stdout == ""
 
 

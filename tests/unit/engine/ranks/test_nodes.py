@@ -1,11 +1,12 @@
 """Which processors a rank computes on."""
 
 import os
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
 
-from kunserve.engine.ranks.nodes import numa_nodes, place_ranks, visiting
+from kunserve.engine.ranks.nodes import numa_nodes, place_ranks, stay_on_one, visiting
 
 TWO = [frozenset({0, 1}), frozenset({2, 3})]
 
@@ -50,3 +51,14 @@ def test_a_visit_ends() -> None:
     with visiting(None):
         assert os.sched_getaffinity(0) == before
     assert os.sched_getaffinity(0) == before
+
+
+def test_instances_of_one_rank_take_the_nodes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    stays: list[Set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: stays.append(cpus))
+    for instance in range(3):
+        stay_on_one(instance, 2, TWO)
+    assert stays == [TWO[0], TWO[1], TWO[0]]
+    stay_on_one(0, 3, TWO)
+    stay_on_one(0, 1, TWO[:1])
+    assert len(stays) == 3, "more threads than a node has processors, and a machine of one node"

@@ -85,16 +85,16 @@ def generate(
 ) -> tuple[list[int], FinishReason | None]:
     """An output as the scheduler ends it; at some positions the sampler starts anew."""
     request = Request(RequestId("r"), TokenIds([5, 6, 7]), sampling, 0.0)
-    sequence = make_sequence(request, TokenIds(()), 0, frozenset({EOS}), 1000)
+    sequence = make_sequence(request, TokenIds(()), 0, frozenset({EOS}), 1000, 16)
     sampler.start(start(sampling))
     for position in range(sampling.max_tokens):
         if position in restarts:
             sampler.start(start(sampling, sequence.output_token_ids))
         logits = torch.from_numpy(rows(seed, position))
         (token,) = sampler.sample(logits, [RequestId("r")], [position])
-        reason = sequence.append_token(token.token_id, 10_000, 0.0)
-        if reason is not None:
-            return sequence.output_token_ids, reason
+        told = sequence.append_token(token.token_id, None, 10_000, 0.0)
+        if told.finish_reason is not None:
+            return sequence.output_token_ids, told.finish_reason
     raise AssertionError("not ended")
 
 

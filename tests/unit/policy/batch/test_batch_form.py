@@ -75,7 +75,10 @@ def test_decodes_spread_over_microbatches(
 
 
 def test_the_victim_is_the_latest_arrival() -> None:
-    running = [Preemptible(1.0, 4), Preemptible(3.0, 1), Preemptible(3.0, 2), Preemptible(2.0, 9)]
+    running = [
+        Preemptible(0, arrival_s, order)
+        for arrival_s, order in ((1.0, 4), (3.0, 1), (3.0, 2), (2.0, 9))
+    ]
     assert choose_victim(running, 0) == 2
     assert choose_victim(running, 2) is None, "nobody came later: it waits"
-    assert choose_victim([Preemptible(0.0, 0)], 0) is None
+    assert choose_victim([Preemptible(0, 0.0, 0)], 0) is None

@@ -21,9 +21,16 @@ VICTIM = VictimView(num_blocks=10, other_blocks=90, recompute_s=0.02)
 
 
 def test_the_latest_goes_and_the_latest_waits() -> None:
-    running = [Preemptible(1.0, 0), Preemptible(3.0, 1), Preemptible(3.0, 2), Preemptible(2.0, 3)]
+    places = [(1.0, 0), (3.0, 1), (3.0, 2), (2.0, 3)]
+    running = [Preemptible(0, *place) for place in places]
     assert choose_victim(running, 0) == 2
     assert choose_victim(running, 2) is None
+
+
+def test_the_least_urgent_goes_whenever_it_came() -> None:
+    running = [Preemptible(0, 9.0, 0), Preemptible(7, 1.0, 1), Preemptible(-3, 5.0, 2)]
+    assert choose_victim(running, 0) == 1 and choose_victim(running, 2) == 1
+    assert choose_victim(running, 1) is None
 
 
 def test_what_wastes_less_memory_times_time() -> None:

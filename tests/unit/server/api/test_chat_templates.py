@@ -13,12 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from kunserve.core.errors import ConfigError, InvalidRequest
 from kunserve.server.api.chat_templates import read_chat_template, shipped_templates
-from kunserve.server.api.parsers.names import TOOL_PARSERS
 from kunserve.server.api.parsers.reader import MessageFormat
 from kunserve.server.api.prompts import conversation_text
 from kunserve.server.api.schema import ChatBody
-from kunserve.server.api.text import TextCodec
-from tests.unit.server.api.parsers.reading import read
+from kunserve.server.api.text import TextCodec, check_template
+from tests.unit.server.api.parsers.reading import TOOL_PARSERS, read
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
 
 QWEN = (
@@ -83,11 +82,14 @@ FAMILIES = {
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
-def codec_of(template: str, **defaults: Any) -> TextCodec:
-    tokenizer = PreTrainedTokenizerFast(
+def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
         tokenizer_object=tiny_tokenizer().backend_tokenizer, chat_template=template
     )
-    return TextCodec(tokenizer, 4000, 10_000, template_defaults=defaults)
+
+
+def codec_of(template: str, **defaults: Any) -> TextCodec:
+    return TextCodec(tokenizer_of(template), 4000, 10_000, template_defaults=defaults)
 
 
 def history(call_id: str) -> list[dict[str, Any]]:
@@ -108,7 +110,7 @@ def history(call_id: str) -> list[dict[str, Any]]:
 def test_a_call_goes_back_as_the_model_wrote_it(family: str) -> None:
     template, parser, written = FAMILIES[family]
     codec = codec_of(template)
-    codec.check_template(is_given=True, needs_tools=True)
+    check_template(tokenizer_of(template), is_given=True, needs_tools=True)
     call_id = TOOL_PARSERS[parser].new_call_id()
     body = ChatBody(messages=history(call_id), tools=[TOOL], tool_choice="none")
     text = conversation_text(codec, body)
@@ -172,18 +174,17 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
 
 def test_templates_that_do_not_do() -> None:
     with pytest.raises(ConfigError, match="line 2"):
-        codec_of("a\n{% if %}").check_template(is_given=True, needs_tools=False)
+        check_template(tokenizer_of("a\n{% if %}"), is_given=True, needs_tools=False)
     user = [{"role": "user", "content": "x"}]
     for picky in ("{{ raise_exception('no') }}", "{{ 1 // 0 }}", "{{ nothing.here.at.all }}"):
-        codec_of(picky).check_template(is_given=True, needs_tools=False)
+        check_template(tokenizer_of(picky), is_given=True, needs_tools=False)
         with pytest.raises(InvalidRequest, match="cannot render"):
             conversation_text(codec_of(picky), ChatBody(messages=user))
     with pytest.raises(ConfigError, match="chatml_tools"):
-        codec_of("{{ messages }}").check_template(is_given=False, needs_tools=True)
-    broken = codec_of("{% if %}")
-    broken.check_template(is_given=False, needs_tools=False)
+        check_template(tokenizer_of("{{ messages }}"), is_given=False, needs_tools=True)
+    check_template(tokenizer_of("{% if %}"), is_given=False, needs_tools=False)
     with pytest.raises(InvalidRequest, match="cannot render"):
-        conversation_text(broken, ChatBody(messages=user))
+        conversation_text(codec_of("{% if %}"), ChatBody(messages=user))
 
 
 def test_a_system_message_that_a_template_has_no_place_for() -> None:
@@ -208,11 +209,10 @@ def test_the_built_in_model_needs_the_shipped_template() -> None:
     from kunserve.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
-    codec = TextCodec(tokenizer, 4000, 1000)
     with pytest.raises(ConfigError, match="--chat-template chatml_tools"):
-        codec.check_template(is_given=False, needs_tools=True)
+        check_template(tokenizer, is_given=False, needs_tools=True)
     tokenizer.chat_template = read_chat_template("chatml_tools")
-    codec.check_template(is_given=True, needs_tools=True)
+    check_template(tokenizer, is_given=True, needs_tools=True)
 
 
 def test_the_effort_of_reasoning_is_the_templates() -> None:

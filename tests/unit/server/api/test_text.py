@@ -4,13 +4,24 @@ import asyncio
 from typing import Any
 
 import pytest
+from starlette.requests import Request as HttpRequest
 
 from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import InvalidRequest, PromptTooLong
 from kunserve.server.api.prompts import conversation_text, encode_conversation, encode_prompts
-from kunserve.server.api.schema import ChatBody, CompletionBody, parse_body
+from kunserve.server.api.schema import ChatBody, CompletionBody
 from kunserve.server.api.text import TextCodec
+from tests.unit.server.read_body import read_body
 from tests.unit.server.tiny_tokenizer import tiny_tokenizer
+
+
+def asked() -> HttpRequest:
+    """Of a client that stays."""
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    return HttpRequest({"type": "http"}, receive)
 
 
 @pytest.fixture
@@ -122,12 +133,13 @@ def test_a_template_that_fails_on_a_conversation_is_the_clients_to_know(expressi
 
 def test_prompts_keep_their_order(codec: TextCodec) -> None:
     body = CompletionBody(prompt=["b", "a" * 60, "c"])
-    prompts = asyncio.run(encode_prompts(codec, body, ServingLimits(100, 16, 400), 10))
+    limits = ServingLimits(100, 16, 400)
+    prompts = asyncio.run(encode_prompts(asked(), codec, body, limits, 10))
     assert [codec.decode(one) for one in prompts] == ["b", "a" * 60, "c"]
 
 
 def test_errors_name_the_innermost_field() -> None:
     raw = b'{"messages": [], "stream_options": {"include_usage": "x"}}'
     with pytest.raises(InvalidRequest, match=r"`stream_options.include_usage`") as error:
-        parse_body(ChatBody, raw)
+        read_body(ChatBody, raw)
     assert error.value.param == "stream_options"

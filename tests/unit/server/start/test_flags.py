@@ -12,7 +12,7 @@ from kunserve.core.config import MIB, KunServeConfig, ModelConfig, SpeculativeCo
 from kunserve.core.errors import ConfigError
 from kunserve.server.start.command import config_from_flags, serve_command
 from kunserve.server.start.foreign_flags import FLAGS
-from kunserve.server.start.plan import check_length
+from kunserve.server.start.plan import check_length, idle_cores
 from tests.unit.server.test_costs import SPEC
 
 
@@ -162,3 +162,35 @@ def test_the_knobs_of_the_mechanism() -> None:
 def test_generation_config() -> None:
     assert parsed().model.generation_config == "auto"
     assert parsed("--generation-config", "vllm").model.generation_config == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        ("600MiB", 600 * MIB),
+        ("600mib", 600 * MIB),
+        ("600m", 600 * MIB),
+        ("600MB", 600_000_000),
+        ("1.5g", 1536 * MIB),
+        ("1.5 GB", 1_500_000_000),
+        ("1073741824", 1024 * MIB),
+        ("1073741824B", 1024 * MIB),
+    ],
+)
+def test_a_size_is_what_its_unit_says(size: str, num_bytes: int) -> None:
+    assert parsed("--instance-memory", size).instance.memory_bytes == num_bytes
+
+
+def test_pipelines_that_do_not_come_out_even_are_told_first() -> None:
+    with pytest.raises(ConfigError, match="2 instances cannot be parted into pipelines of 3"):
+        parsed("--pipeline-parallel-size", "3", "--num-instances", "2")
+
+
+def test_idle_cores_are_told_with_what_uses_them() -> None:
+    assert idle_cores(parsed(), 2) is idle_cores(parsed(), 3) is None
+    said = "2 of 32 cores compute: --num-threads 16 would use them all"
+    assert idle_cores(parsed(), 32) == said
+    assert idle_cores(parsed("--num-threads", "16"), 32) is None
+    assert idle_cores(parsed("--tensor-parallel-size", "8"), 32) == said.replace("2 of", "16 of")
+    for elsewhere in (("--device", "cuda"), ("--cluster", "ray")):
+        assert idle_cores(parsed(*elsewhere), 32) is None

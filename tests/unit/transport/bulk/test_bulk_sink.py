@@ -27,8 +27,8 @@ def some_bytes(num: int, value: int = 5) -> np.ndarray[tuple[int], np.dtype[np.u
 def test_few_chunks_in_flight_in_the_order_asked() -> None:
     made, memory = sink()
     first, second = piece("a", 0, (0, 3), (0, 1)), piece("b", 1, (0, 1), (4, 5))
-    made.pull_kv(first, entries(10), 0.0)
-    made.pull_kv(second, entries(20), 0.0)
+    made.pull_kv(first, entries(10))
+    made.pull_kv(second, entries(20))
     a = made.next_ask(0.0)
     b = made.next_ask(0.0)
     assert made.next_ask(0.0) is None, "two in flight"
@@ -42,7 +42,7 @@ def test_few_chunks_in_flight_in_the_order_asked() -> None:
     done = made.drain()
     assert [d.what for d in done] == [first, second]
     assert all(d.ok for d in done)
-    assert [(d.num_bytes, d.seconds) for d in done] == [(3 * UNIT_BYTES, 2.0), (UNIT_BYTES, 3.0)]
+    assert made.num_bytes == 4 * UNIT_BYTES
     values = memory.kv.reshape(-1, UNIT_BYTES)[[9, 10, 11, 12, 13, 19, 20, 21], 0]
     assert values.tolist() == [0, 1, 1, 2, 0, 0, 3, 0]
     assert made.num_pulls == 0 and made.drain() == [] and made.wait_s(3.0) is None
@@ -51,7 +51,7 @@ def test_few_chunks_in_flight_in_the_order_asked() -> None:
 def test_weights_chunk_within_layers() -> None:
     made, memory = sink(BulkPacing(chunk_bytes=LAYER_BYTES - 200, max_in_flight=1))
     what = LayerPull(LayerRange(2, 4), ONE)
-    made.pull_layers(what, 0.0)
+    made.pull_layers(what)
     asked = []
     while (ask := made.next_ask(0.0)) is not None:
         _, chunk = ask
@@ -67,8 +67,8 @@ def test_weights_chunk_within_layers() -> None:
 def test_of_sources_that_are_read_many_places_are_asked_for_ahead() -> None:
     pacing = BulkPacing(UNIT_BYTES, read_chunk_bytes=UNIT_BYTES, max_read_in_flight=5)
     made = BulkSink(Memory(60), pacing, has_read=lambda src: src == ONE)
-    made.pull_kv(piece("sent", 0, (0, 6), (0, 1)), entries(0), 0.0)
-    made.pull_kv(piece("read", 1, (0, 6), (0, 1)), entries(10), 0.0)
+    made.pull_kv(piece("sent", 0, (0, 6), (0, 1)), entries(0))
+    made.pull_kv(piece("read", 1, (0, 6), (0, 1)), entries(10))
 
     def ask_all() -> list[InstanceId]:
         asked = []
@@ -86,8 +86,8 @@ def test_of_sources_that_are_read_many_places_are_asked_for_ahead() -> None:
 
 def test_not_yet_is_asked_again_and_holds_up_nobody() -> None:
     made, _ = sink()
-    made.pull_kv(piece("late", 0, (0, 3), (0, 1)), entries(10), 0.0)
-    made.pull_kv(piece("b", 1, (0, 1), (0, 1)), entries(20), 0.0)
+    made.pull_kv(piece("late", 0, (0, 3), (0, 1)), entries(10))
+    made.pull_kv(piece("b", 1, (0, 1), (0, 1)), entries(20))
     made.next_ask(0.0)
     made.on_reply(0, Answer.NOT_YET, None, 0.5)
     made.check()
@@ -107,7 +107,7 @@ def test_not_yet_is_asked_again_and_holds_up_nobody() -> None:
 
 def test_not_yet_for_too_long() -> None:
     made, _ = sink()
-    made.pull_kv(piece("r", 0, (0, 3), (0, 1)), entries(10), 0.0)
+    made.pull_kv(piece("r", 0, (0, 3), (0, 1)), entries(10))
     now_s = 0.0
     while made.num_pulls:
         ask = made.next_ask(now_s)
@@ -120,7 +120,7 @@ def test_not_yet_for_too_long() -> None:
 
 def test_a_refusal_ends_the_pull_and_late_answers_touch_nothing() -> None:
     made, memory = sink()
-    made.pull_kv(piece("r", 0, (0, 3), (0, 2)), entries(10, 20), 0.0)
+    made.pull_kv(piece("r", 0, (0, 3), (0, 2)), entries(10, 20))
     made.next_ask(0.0)
     made.next_ask(0.0)
     made.on_reply(0, Answer.REFUSED, None, 0.0)
@@ -131,7 +131,7 @@ def test_a_refusal_ends_the_pull_and_late_answers_touch_nothing() -> None:
 
 def test_an_answer_that_names_no_place_ends_the_pull() -> None:
     made, _ = sink()
-    made.pull_kv(piece("r", 0, (0, 3), (0, 1)), entries(10), 0.0)
+    made.pull_kv(piece("r", 0, (0, 3), (0, 1)), entries(10))
     made.next_ask(0.0)
     made.on_reply(0, Answer.LOCATED, None, 0.0)
     assert [d.refusal for d in made.drain()] == ["the source did not say where it lies"]
@@ -139,8 +139,8 @@ def test_an_answer_that_names_no_place_ends_the_pull() -> None:
 
 def test_chunks_of_another_size_are_refused() -> None:
     made, memory = sink()
-    made.pull_kv(piece("r", 0, (0, 3), (0, 1)), entries(10), 0.0)
-    made.pull_layers(LayerPull(LayerRange(0, 1), ONE), 0.0)
+    made.pull_kv(piece("r", 0, (0, 3), (0, 1)), entries(10))
+    made.pull_layers(LayerPull(LayerRange(0, 1), ONE))
     made.next_ask(0.0)
     made.on_reply(0, Answer.DATA, some_bytes(5), 0.0)
     made.next_ask(0.0)
@@ -149,18 +149,28 @@ def test_chunks_of_another_size_are_refused() -> None:
     assert not memory.kv.any() and not memory.weights.any()
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, LAYER_BYTES - 1, LAYER_BYTES + 1])
+def test_weights_of_another_size_are_refused_and_not_written(num_bytes: int) -> None:
+    made, memory = sink(BulkPacing(chunk_bytes=LAYER_BYTES))
+    made.pull_layers(LayerPull(LayerRange(0, 1), ONE))
+    made.next_ask(0.0)
+    made.on_reply(0, Answer.DATA, some_bytes(num_bytes), 0.0)
+    assert [d.refusal for d in made.drain()] == ["the source sent a chunk of another size"]
+    assert not memory.weights.any()
+
+
 def test_a_silent_source_and_a_lost_one() -> None:
     made, _ = sink()
-    made.pull_kv(piece("a", 0, (0, 3), (0, 1)), entries(10), 0.0)
-    made.pull_kv(piece("b", 1, (0, 3), (0, 1)), entries(20), 0.0)
-    made.pull_layers(LayerPull(LayerRange(0, 1), ONE), 0.0)
+    made.pull_kv(piece("a", 0, (0, 3), (0, 1)), entries(10))
+    made.pull_kv(piece("b", 1, (0, 3), (0, 1)), entries(20))
+    made.pull_layers(LayerPull(LayerRange(0, 1), ONE))
     made.next_ask(0.0)
     made.next_ask(0.0)
     made.expire(9.9)
     assert made.drain() == []
     made.expire(10.5)
     assert [d.refusal for d in made.drain()] == ["the source was silent for 10 s"]
-    made.lose(ONE, 11.0)
+    made.lose(ONE)
     assert [d.refusal for d in made.drain()] == ["the source is gone"] * 2
     assert made.num_pulls == 0
     made.check()
@@ -170,9 +180,9 @@ def test_a_silent_source_holds_up_its_own_pulls_only() -> None:
     """Hundreds of its pulls come first; those of the other source are done as if it were alone."""
     made, _ = sink()
     for number in range(100):
-        made.pull_kv(piece(f"a{number}", 0, (0, 3), (0, 1)), entries(10), 0.0)
+        made.pull_kv(piece(f"a{number}", 0, (0, 3), (0, 1)), entries(10))
     for number in range(5):
-        made.pull_kv(piece(f"b{number}", 1, (0, 1), (0, 1)), entries(20), 0.0)
+        made.pull_kv(piece(f"b{number}", 1, (0, 1), (0, 1)), entries(20))
     assert [made.next_ask(0.0) is not None for _ in range(3)] == [True, True, False]
     assert made.wait_s(0.0) == pytest.approx(PACING.stall_s), "then the slots are another's"
     now_s = PACING.stall_s
@@ -195,12 +205,12 @@ def test_a_silent_source_holds_up_its_own_pulls_only() -> None:
 
 def test_cancelling_writes_and_says_nothing() -> None:
     made, memory = sink()
-    made.pull_kv(piece("a", 0, (0, 3), (0, 1)), entries(10), 0.0)
-    made.pull_kv(piece("a", 1, (3, 6), (0, 1)), entries(10), 0.0)
-    made.pull_kv(piece("b", 1, (0, 1), (0, 1)), entries(20), 0.0)
-    made.pull_layers(LayerPull(LayerRange(0, 1), ONE), 0.0)
+    made.pull_kv(piece("a", 0, (0, 3), (0, 1)), entries(10))
+    made.pull_kv(piece("a", 1, (3, 6), (0, 1)), entries(10))
+    made.pull_kv(piece("b", 1, (0, 1), (0, 1)), entries(20))
+    made.pull_layers(LayerPull(LayerRange(0, 1), ONE))
     made.next_ask(0.0)
-    assert made.cancel(RequestId("a")) == 2
+    made.cancel(RequestId("a"))
     made.on_reply(0, Answer.DATA, some_bytes(2 * UNIT_BYTES), 0.0)
     assert made.drain() == [] and not memory.kv.any() and made.num_pulls == 2
     ask = made.next_ask(0.0)
@@ -211,7 +221,33 @@ def test_cancelling_writes_and_says_nothing() -> None:
     made.check()
 
 
+def test_weights_that_are_called_off_are_not_written_late() -> None:
+    """One pull has ended untold, one is half there, one waits; KV goes on."""
+    made, memory = sink(BulkPacing(chunk_bytes=LAYER_BYTES, max_in_flight=3))
+    for layer in range(2):
+        made.pull_layers(LayerPull(LayerRange(layer, layer + 1), ONE))
+    made.pull_layers(LayerPull(LayerRange(2, 4), ONE))
+    kept = piece("a", 0, (0, 3), (0, 1))
+    made.pull_kv(kept, entries(10))
+    for ticket in range(3):
+        assert made.next_ask(0.0) is not None
+        if ticket in (0, 2):
+            made.on_reply(ticket, Answer.DATA, some_bytes(LAYER_BYTES), 0.0)
+    assert made.next_ask(0.0) is not None and made.num_bytes == 2 * LAYER_BYTES
+    made.cancel(None)
+    assert made.num_pulls == 1
+    made.check()
+    memory.weights[:] = 0  # it is other memory now
+    for ticket in (1, 3):
+        made.on_reply(ticket, Answer.DATA, some_bytes(LAYER_BYTES), 0.0)
+    assert not memory.weights.any() and made.num_bytes == 2 * LAYER_BYTES
+    ask = made.next_ask(0.0)
+    assert ask is not None
+    made.on_reply(ask[1].ticket, Answer.DATA, some_bytes(3 * UNIT_BYTES), 0.0)
+    assert [done.what for done in made.drain()] == [kept] and made.num_pulls == 0
+
+
 def test_a_piece_names_one_entry_per_block() -> None:
     made, _ = sink()
     with pytest.raises(AssertionError):
-        made.pull_kv(piece("a", 0, (0, 3), (0, 2)), entries(10), 0.0)
+        made.pull_kv(piece("a", 0, (0, 3), (0, 2)), entries(10))

@@ -9,9 +9,9 @@ import zmq
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Abort, Alive, Message, Shutdown
 from kunserve.transport.bulk.mover import BulkMover
-from kunserve.transport.peers.links import PeerLinks
+from kunserve.transport.peers.links import LOOKS_PER_PATIENCE, LinkFault, PeerLinks
 from kunserve.transport.wire.channel import FrontChannel, FrontNetwork, InstanceChannel
-from kunserve.transport.wire.network import Keys, Network, any_port_of, new_keys
+from kunserve.transport.wire.network import LINK_TIMEOUT_S, Keys, Network, any_port_of, new_keys
 from kunserve.transport.wire.pulse import GIVEN_UP, Answer, question_at
 from kunserve.transport.wire.sockets import Guard, connect_dealer
 from tests.unit.transport.bulk_world import Memory, entries, piece
@@ -38,11 +38,11 @@ class Pair:
         self.networks = [network(), network()]
         self.links = [PeerLinks(InstanceId(i), network=n) for i, n in enumerate(self.networks)]
 
-    def introduce(self, one: int) -> None:
+    def introduce(self, one: int, slow_s: float = 0.0) -> None:
         """Tell one of the other."""
         other = InstanceId(1 - one)
         at = {other: self.links[other].address}
-        self.links[one].connect(at, {other: self.networks[other].public_key})
+        self.links[one].connect(at, {other: self.networks[other].public_key}, {other: slow_s})
 
 
 @pytest.fixture
@@ -115,14 +115,60 @@ def test_who_is_given_up_is_heard_no_more_though_it_is_connected(pair: Pair) -> 
     assert one.poll(0.2) == [] and one.rejections.num == 1
 
 
-def test_a_link_that_does_not_stand_is_told_once(
-    pair: Pair, eventually: Callable[..., object]
+class Clock:
+    """What links take for the time."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("kunserve.transport.peers.links.time", made)
+    return made
+
+
+@pytest.mark.parametrize("slow_s", [0.0, 30.0])
+def test_first_contact_may_take_the_gates_patience_and_the_peers_steps(
+    pair: Pair, clock: Clock, slow_s: float, eventually: Callable[..., object]
 ) -> None:
+    """Told as down too early it would cost what the two do; told late, and in the end it stands."""
     zero, _ = pair.links
-    zero.connect({ONE: "tcp://127.0.0.1:9"}, {ONE: pair.networks[1].public_key})
-    found = eventually(zero.faults)
-    assert [(fault.peer, fault.is_down) for fault in found] == [(ONE, True)]  # type: ignore[attr-defined]
+    pair.introduce(0, slow_s)
+    limit_s = LINK_TIMEOUT_S + slow_s
+    assert zero.patience_s([ZERO, ONE]) == limit_s
+    clock.now_s += limit_s - 0.1
     assert zero.faults() == []
+    clock.now_s += 0.2 + LINK_TIMEOUT_S / 2 / LOOKS_PER_PATIENCE
+    assert zero.faults() == [LinkFault(ONE, f"no connection for {limit_s:g} s", is_down=True)]
+    assert zero.faults() == [] and zero.late_contacts() == [], "told once"
+    pair.introduce(1)
+    eventually(lambda: zero.unreached([ONE]) == [])
+    assert zero.late_contacts() == [ONE] and zero.late_contacts() == []
+    assert zero.patience_s([ONE]) == LINK_TIMEOUT_S, "they have met"
+
+
+def test_who_has_met_is_missed_soon_and_its_return_is_no_first_contact(
+    pair: Pair, clock: Clock, eventually: Callable[..., object]
+) -> None:
+    zero, one = pair.links
+    pair.introduce(0, slow_s=30.0)
+    pair.introduce(1)
+    eventually(lambda: zero.unreached([ONE]) == [])
+    one.connect({})  # zero's key is no longer let in
+    zero.begin_anew()
+    clock.now_s += LINK_TIMEOUT_S / 2 + 0.1
+    assert [fault.is_down for fault in zero.faults()] == [True]
+    pair.introduce(1)
+    eventually(lambda: zero.unreached([ONE]) == [])
+    assert zero.late_contacts() == []
+    zero.connect({ONE: "tcp://127.0.0.1:9"}, {ONE: pair.networks[1].public_key})
+    clock.now_s += LINK_TIMEOUT_S / 2 + 0.1
+    assert zero.faults() == [], "another process"
 
 
 def test_bulk_between_hosts_is_sent() -> None:

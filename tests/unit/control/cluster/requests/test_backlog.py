@@ -1,6 +1,6 @@
 """What waits at the controller: leaders are sent what they compute soon, and no more."""
 
-from kunserve.control.cluster.requests.backlog import STEPS_AHEAD
+from kunserve.control.cluster.requests.backlog import MOST_REQUESTS_AHEAD, STEPS_AHEAD
 from kunserve.core.config import ClusterConfig, SchedulerConfig, ServerConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import Abort, Prepare, Returned, Submit
@@ -135,3 +135,27 @@ def test_no_drop_is_made_for_a_queue_that_waits_for_compute() -> None:
         for number in range(2):
             brain.report(number, num_running=1, used_blocks=5, num_waiting=1, waiting_blocks=64)
     assert not brain.take(Prepare)
+
+
+def test_who_is_urgent_passes_those_that_wait() -> None:
+    """Also those that leaders were sent, but not without a bound."""
+    brain, requests = full(1)
+    submitted(brain)
+    urgent = [brain.request(TOKENS, priority=-1) for _ in range(AHEAD + 1)]
+    assert submitted(brain) == [(0, request_id) for request_id in urgent[:AHEAD]]
+    least = brain.request(TOKENS, priority=5)
+    brain.output(0, urgent[0])
+    assert submitted(brain) == [(0, urgent[AHEAD])]
+    for request_id in [*urgent[1:], *requests[:AHEAD]]:
+        brain.output(0, request_id)
+    assert submitted(brain) == [(0, request_id) for request_id in requests[AHEAD:]][:AHEAD]
+    for request_id in requests[AHEAD : AHEAD + 10]:
+        brain.output(0, request_id)
+    assert (0, least) in submitted(brain)
+
+
+def test_what_a_leader_is_sent_is_bounded_whatever_the_priorities() -> None:
+    brain = Brain(1, policy="recompute")
+    for number in range(MOST_REQUESTS_AHEAD + 20):
+        brain.request(TOKENS, priority=-number)
+    assert len(submitted(brain)) == MOST_REQUESTS_AHEAD

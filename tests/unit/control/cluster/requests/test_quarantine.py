@@ -1,13 +1,22 @@
 """Requests that kill instances: who is suspected, who runs alone, who ends with an error."""
 
-from kunserve.control.cluster.commands import LogQuarantine
-from kunserve.control.cluster.requests.quarantine import CLEARING_TOKENS, Blame, Cause
+import pytest
+
+from kunserve.control.cluster.commands import LogQuarantine, Outbox
+from kunserve.control.cluster.requests.quarantine import (
+    CLEARING_TOKENS,
+    EMPTYING_S,
+    Blame,
+    Cause,
+    Quarantine,
+)
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.messages import Submit
 from kunserve.core.request import FinishReason
 from kunserve.policy.drop.static_pipelines import plan_pipelines
 from tests.unit.control.cluster.brain import Brain
+from tests.unit.control.cluster.test_placement import placed
 
 
 def crash(
@@ -268,3 +277,78 @@ def test_suspects_are_looked_at_while_an_instance_stays_dead() -> None:
     brain.pass_time(1.0)
     brain.pass_time(1.0)
     assert first in [request_id for _, request_id in submitted(brain)]
+
+
+def two_suspects_and_a_loss(num_others: int) -> tuple[Brain, str]:
+    """Three instances; a suspect is held, and the one that died of it last never comes back."""
+    brain = Brain(3, policy="recompute")
+    suspect = brain.request()
+    crash(brain, 0)
+    ((leader, _), *_) = [one for one in submitted(brain) if one[1] == suspect][1:]
+    for _ in range(num_others):
+        brain.request()
+    brain.controller.lost(brain.group_of(leader).leader, "exit code 1", brain.now_s, Blame())
+    brain.pass_time(0.0)
+    assert brain.controller._requests.quarantine.holds(RequestId(suspect))
+    return brain, suspect
+
+
+def serve(brain: Brain, seconds: float, *, with_load: bool) -> list[str]:
+    """Who is sent to an instance meanwhile; with load every end is followed by another request."""
+    sent = [request_id for _, request_id in submitted(brain)]
+    for _ in range(int(seconds)):
+        leaders = [group.layout.leader for group in brain.controller.placement.groups.values()]
+        for leader in leaders:
+            led = brain.controller._requests.led_by(leader)
+            if len(led) > 1 or (led and not with_load):
+                brain.output(leader, led[0], FinishReason.LENGTH)
+            num_running = brain.controller._requests.num_at(leader)
+            brain.report(leader, after_s=0.0, num_running=num_running, used_blocks=num_running)
+        if with_load:
+            brain.request()
+        brain.pass_time(1.0)
+        sent += [request_id for _, request_id in submitted(brain)]
+    return sent
+
+
+def test_a_group_is_emptied_under_steady_load_although_one_is_dead_for_good() -> None:
+    brain, suspect = two_suspects_and_a_loss(6)
+    sent = serve(brain, 29.0, with_load=True)
+    assert suspect not in sent, "whoever is missing may come back"
+    sent = serve(brain, 60.0, with_load=True)
+    assert suspect in sent and not errors(brain)
+    assert brain.controller._requests.num_rerun > 0, "a group never gets empty by itself here"
+
+
+def test_idle_groups_are_tested_in_at_once_although_one_is_dead_for_good() -> None:
+    brain, suspect = two_suspects_and_a_loss(2)
+    assert suspect in serve(brain, 3.0, with_load=False) and not errors(brain)
+
+
+def test_what_still_runs_in_a_group_kept_for_a_test_runs_elsewhere_after_a_while() -> None:
+    """A long answer would hold up the test of the next suspect until its end."""
+    brain = twice_dead()
+    assert submitted(brain)[-1] == (0, "r0")
+    for _ in range(CLEARING_TOKENS):
+        brain.output(0, RequestId("r0"))
+    for _ in range(int(EMPTYING_S) - 1):
+        brain.pass_time(1.0)
+    assert submitted(brain) == []
+    brain.pass_time(2.0)
+    assert submitted(brain) == [(0, "r1")]
+    end(brain, "r1")
+    ((_, again),) = [(i, message.request) for i, message in brain.take(Submit)]
+    assert (again.request_id, len(again.output_token_ids)) == ("r0", CLEARING_TOKENS)
+
+
+@pytest.mark.parametrize(("cause", "is_released"), [(Cause.OUTSIDE, True), (Cause.INSIDE, False)])
+def test_who_waits_too_long_for_a_test_is_released_if_all_deaths_came_from_outside(
+    cause: Cause, is_released: bool
+) -> None:
+    quarantine = Quarantine(placed((0,)), Outbox())
+    name = RequestId("r")
+    while not quarantine.holds(name):
+        quarantine.died([name], Blame(cause))
+    assert quarantine.release(name) == is_released
+    assert quarantine.holds(name) == (not is_released)
+    assert not quarantine.release(RequestId("another"))

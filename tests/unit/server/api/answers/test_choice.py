@@ -18,7 +18,9 @@ LOGPROBS = TokenLogprobs(-1.0, 1, ())
 
 def choice(options: TextOptions | None = None, **sampling: int) -> Choice:
     request = Request(RequestId("r"), (1,), SamplingParams(50, **sampling), 0.0)
-    return Choice(0, request, ByteDetokenizer(TOKEN_BYTES, True), options or TextOptions())
+    options = options or TextOptions()
+    detokenizer = ByteDetokenizer(TOKEN_BYTES, True)
+    return Choice(0, request, detokenizer, options, options.new_matcher())
 
 
 def output(position: int, token_id: int | None, reason: FinishReason | None = None) -> TokenOutput:
@@ -33,14 +35,14 @@ def test_nothing_after_the_end() -> None:
     one = choice()
     one.absorb(output(0, tokens("a")[0], FinishReason.LENGTH))
     one.absorb(output(1, tokens("b")[0]))
-    assert one.take().text == "a" and one.num_tokens == 1
+    assert one.drain().text == "a" and one.num_tokens == 1
 
 
 def test_an_end_without_a_token() -> None:
     one = choice()
     one.absorb(output(0, tokens("a")[0]))
     one.absorb(output(1, None, FinishReason.ABORT))
-    assert one.finish_reason is FinishReason.ABORT and one.take().text == "a"
+    assert one.finish_reason is FinishReason.ABORT and one.drain().text == "a"
 
 
 @given(st.text("abé", max_size=20), st.lists(st.text("abé", min_size=1, max_size=3), max_size=2))
@@ -53,10 +55,10 @@ def test_what_is_taken_piecewise_is_the_whole(text: str, stops: list[str]) -> No
         reason = FinishReason.LENGTH if position + 1 == len(ids) else None
         for one in (taken, at_once):
             one.absorb(output(position, token_id, reason))
-        delta = taken.take()
+        delta = taken.drain()
         pieces.append(delta.text)
         offsets += [entry.text_offset for entry in delta.entries]
-    whole = at_once.take()
+    whole = at_once.drain()
     assert "".join(pieces) == whole.text
     assert taken.finish_reason == at_once.finish_reason
     assert offsets == [entry.text_offset for entry in whole.entries] == sorted(offsets)
@@ -70,4 +72,4 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     one = choice(TextOptions(StopStrings(["b"])), min_tokens=2)
     for position, token_id in enumerate(ids):
         one.absorb(output(position, token_id))
-    assert one.take().text == "bb" and one.ended_by_text and one.num_tokens == 3
+    assert one.drain().text == "bb" and one.ended_by_text and one.num_tokens == 3

@@ -5,8 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kunserve.server.api.parsers.names import TOOL_PARSERS
+from kunserve.core.extras import extra_names, find_extra
 from kunserve.server.api.parsers.reader import MessageFormat, MessageReader
+from kunserve.server.api.parsers.tool_parser import ToolParser
+
+TOOL_PARSERS: dict[str, ToolParser] = {
+    name: find_extra("tool_parsers", name, "a test") for name in extra_names("tool_parsers")
+}
 
 
 @dataclass

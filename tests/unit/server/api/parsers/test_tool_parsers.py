@@ -6,9 +6,8 @@ import re
 import pytest
 
 from kunserve.server.api.parsers.forced import REQUIRED, named
-from kunserve.server.api.parsers.names import TOOL_PARSERS
 from kunserve.server.api.parsers.reader import MessageFormat
-from tests.unit.server.api.parsers.reading import Message, read, read_by
+from tests.unit.server.api.parsers.reading import TOOL_PARSERS, Message, read, read_by
 
 WEATHER = {
     "weather": {

@@ -1,0 +1,247 @@
+"""``pytest --forks 3``: tests shared by forks of the process that collected them.
+
+Collecting imports torch, transformers and every test: ten seconds of processor time, which each
+process of pytest-xdist spends anew. Each fork takes whole modules, so that a module's fixtures
+are mostly set up once. Who has none left takes half of what another one has before it.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from multiprocessing.connection import Connection, Pipe, wait
+
+import pytest
+
+Chunk = list[int]
+"""Tests, by their places in the session, that one process runs one after the other."""
+_AHEAD = 2
+"""Chunks that a process has, so that it does not wait for the next one."""
+_WORD = "a process of the tests ended with status {status} in this test"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--forks", type=int, default=0, metavar="N", help=__doc__)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    num_forks = session.config.getoption("forks")
+    if not num_forks or session.config.option.collectonly or session.testsfailed:
+        return None
+    Forks(session, num_forks).run()
+    return True
+
+
+def modules_of(items: list[pytest.Item]) -> Iterator[deque[Chunk]]:
+    """Of each module its chunks. Tests that share a fixture of their module stay together."""
+    for _, places in groupby(range(len(items)), lambda place: items[place].path):
+        of_module = list(places)
+        shares = [_shares(items[place]) for place in of_module]
+        if any(shares):
+            yield deque([of_module])
+        else:
+            yield deque([place] for place in of_module)
+
+
+def _shares(item: pytest.Item) -> bool:
+    found = getattr(item, "_fixtureinfo", None)
+    fixtures = found.name2fixturedefs.values() if found else ()
+    return any(one.scope in ("class", "module", "package") for many in fixtures for one in many)
+
+
+@dataclass(eq=False)
+class Fork:
+    """One process, as the one that collected sees it."""
+
+    pid: int
+    orders: Connection
+    words: Connection
+    waiting: deque[Chunk] = field(default_factory=deque)
+    """Chunks that it may yet be given."""
+    given: deque[Chunk] = field(default_factory=deque)
+    """Those it has, the first one under way."""
+    done: set[int] = field(default_factory=set)
+    """Tests of the first one whose end it has told."""
+
+    def tell(self, chunk: Chunk | None) -> None:
+        """None is its end. That it has died is seen where it is heard."""
+        with contextlib.suppress(BrokenPipeError):
+            self.orders.send(chunk)
+
+
+class Forks:
+    """Gives tests to processes, and hands on what they report."""
+
+    def __init__(self, session: pytest.Session, num_forks: int) -> None:
+        self._session, self._hook = session, session.config.hook
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        self._modules = deque(modules_of(session.items))
+        self._forks: list[Fork] = []
+        self._num_forks, self._num_made = num_forks, 0
+
+    def run(self) -> None:
+        gc.collect()
+        gc.freeze()  # what was imported is neither looked at nor copied again
+        try:
+            for _ in range(self._num_forks):
+                self._make()
+            while self._forks:
+                for words in wait([fork.words for fork in self._forks]):
+                    self._hear(next(fork for fork in self._forks if fork.words is words))
+                    if self._session.shouldfail:
+                        raise self._session.Failed(self._session.shouldfail)
+                    if self._session.shouldstop:
+                        raise self._session.Interrupted(self._session.shouldstop)
+        finally:
+            for fork in self._forks:
+                os.kill(fork.pid, signal.SIGKILL)
+                os.waitpid(fork.pid, 0)
+
+    def _make(self) -> None:
+        (orders, to_do), (said, words) = Pipe(duplex=False), Pipe(duplex=False)
+        self._num_made += 1
+        sys.stdout.flush()
+        with warnings.catch_warnings(action="ignore"):  # of threads: numpy's are used to forks
+            pid = os.fork()
+        if not pid:
+            for fork in self._forks:
+                fork.orders.close()
+                fork.words.close()
+            to_do.close()
+            said.close()
+            work(self._session, orders, words, self._num_made)
+        orders.close()
+        words.close()
+        fork = Fork(pid, to_do, said)
+        self._forks.append(fork)
+        self._give(fork)
+
+    def _give(self, fork: Fork) -> None:
+        """Whole modules: the first fork from the front, where tests wait much, others from the
+        back. Then chunks of another one.
+        """
+        while len(fork.given) < _AHEAD:
+            if not fork.waiting and self._modules:
+                is_first = fork is self._forks[0]
+                fork.waiting = self._modules.popleft() if is_first else self._modules.pop()
+            if not fork.waiting:
+                longest = max(self._forks, key=lambda one: len(one.waiting))
+                for _ in range((len(longest.waiting) + 1) // 2):
+                    fork.waiting.appendleft(longest.waiting.pop())
+            if not fork.waiting:
+                break
+            fork.given.append(fork.waiting.popleft())
+            fork.tell(fork.given[-1])
+        if not fork.given:
+            fork.tell(None)
+
+    def _hear(self, fork: Fork) -> None:
+        try:
+            word = fork.words.recv()
+        except EOFError:
+            self._bury(fork)
+            return
+        match word:
+            case ("report", report):
+                made = self._hook.pytest_report_from_serializable(
+                    config=self._session.config, data=report
+                )
+                if made.when == "setup":
+                    self._hook.pytest_runtest_logstart(nodeid=made.nodeid, location=made.location)
+                self._hook.pytest_runtest_logreport(report=made)
+            case ("done", place):
+                fork.done.add(place)
+                item = self._session.items[place]
+                self._hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+            case "next":
+                fork.given.popleft()
+                fork.done.clear()
+                self._give(fork)
+            case "over":  # the pipe may stay open, if a test has left a fork of it behind
+                self._bury(fork)
+
+    def _bury(self, fork: Fork) -> None:
+        """It has ended. If it had tests left, the first one has failed, and others run them."""
+        fork.orders.close()
+        fork.words.close()
+        self._forks.remove(fork)
+        _, status = os.waitpid(fork.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        left = [place for chunk in fork.given for place in chunk if place not in fork.done]
+        if not left and not fork.waiting and not code:
+            return
+        assert left, f"a process of the tests has ended with status {code} between two of them"
+        item = self._session.items[left[0]]
+        word = _WORD.format(status=code)
+        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", word, "call")
+        self._hook.pytest_runtest_logreport(report=report)
+        self._modules.appendleft(deque([*([left[1:]] if left[1:] else []), *fork.waiting]))
+        self._make()
+
+
+def work(session: pytest.Session, orders: Connection, words: Connection, number: int) -> None:
+    """Be a process that runs what it is given, and ends when nothing is left."""
+    status = 1
+    try:
+        be_alone(session.config, number)
+        session.config.pluginmanager.register(Reporter(session.config, words))
+        while (chunk := orders.recv()) is not None:
+            run_chunk(session, chunk, words)
+            words.send("next")
+        session._setupstate.teardown_exact(None)
+        status = 0
+        words.send("over")
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def be_alone(config: pytest.Config, number: int) -> None:
+    """Share neither what is captured, nor folders, nor a terminal with other processes."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()
+    capture.start_global_capturing()
+    nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    config.pluginmanager.getplugin("terminalreporter")._tw._file = nowhere
+    folders = config._tmp_path_factory  # type: ignore[attr-defined]
+    folders._basetemp = folders.getbasetemp() / f"fork-{number}"
+    folders._basetemp.mkdir()
+
+
+class Reporter:
+    """Sends what the tests of this process say."""
+
+    def __init__(self, config: pytest.Config, words: Connection) -> None:
+        self._config, self._words = config, words
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        to_data = self._config.hook.pytest_report_to_serializable
+        self._words.send(("report", to_data(config=self._config, report=report)))
+
+
+def run_chunk(session: pytest.Session, chunk: Chunk, words: Connection) -> None:
+    """Behind its last test all is torn down but what belongs to the session."""
+    for place, next_place in zip(chunk, [*chunk[1:], None], strict=True):
+        item = session.items[place]
+        follower = Nobody(session) if next_place is None else session.items[next_place]
+        session.config.hook.pytest_runtest_protocol(item=item, nextitem=follower)
+        words.send(("done", place))
+
+
+@dataclass
+class Nobody:
+    """Stands for the test behind the last one of a chunk, which may be of any module."""
+
+    session: pytest.Session
+
+    def listchain(self) -> list[pytest.Session]:
+        return [self.session]
