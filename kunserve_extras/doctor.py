@@ -24,7 +24,7 @@ from kunserve.engine.memory.arena import Arena
 from kunserve.engine.memory.free_memory import PROCESS_BYTES, available_bytes, front_bytes_left
 from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES
 from kunserve.engine.memory.pages import HostPages
-from kunserve.engine.ranks.nodes import numa_nodes
+from kunserve.engine.nodes import numa_nodes
 from kunserve.engine.torch.cuda.driver import LIBRARY, CudaError, Driver
 from kunserve.engine.torch.cuda.opening import check_torch
 from kunserve.model.source import resolve_model

@@ -36,9 +36,9 @@ from kunserve.engine.attention import StepBatch
 from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.kernels.library import kernel, set_num_threads
 from kunserve.engine.cpu.kernels.ops import argmax
-from kunserve.engine.ranks.backend import RankedBackend
-from kunserve.engine.ranks.meeting import Meeting
 from kunserve.model.source import resolve_model
+from kunserve_extras.ranks.backend import RankedBackend
+from kunserve_extras.ranks.meeting import Meeting
 
 SHAPES = {
     "decode, 1 stream": (1, 1, 160),

@@ -4,7 +4,6 @@ from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.extras import find_extra
 from kunserve.core.ids import InstanceId
 from kunserve.engine.backend import Backend, CpuBackend
-from kunserve.engine.ranks.backend import RankedBackend
 from kunserve.engine.torch.cuda.opening import cards_of, open_card
 from kunserve.model.source import ModelSource
 
@@ -17,12 +16,18 @@ def open_backend(
     All ranks of all instances take the CUDA devices in turn.
     """
     num_ranks = config.tensor_parallel_size
+    if config.device == "cpu" and num_ranks == 1:
+        return CpuBackend()
+    backend: Backend
     if config.device == "cpu":
-        return CpuBackend() if num_ranks == 1 else RankedBackend(model, source, num_ranks)
+        backend = find_extra("ranks", "processes", "--tensor-parallel-size")(
+            model, source, num_ranks
+        )
+        return backend
     cards = cards_of(config.device, instance_id * num_ranks, num_ranks)
     own = open_card(cards[0])
     if num_ranks == 1:
         return own
     of_ranks = find_extra("ranks", "devices", "--tensor-parallel-size beside --device cuda")
-    backend: Backend = of_ranks.backend(model, source, own, cards)
+    backend = of_ranks.backend(model, source, own, cards)
     return backend

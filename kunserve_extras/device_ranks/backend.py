@@ -12,10 +12,6 @@ from kunserve.engine.backend import Loader, kv_in
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
-from kunserve.engine.ranks.backend import SeveralRanks
-from kunserve.engine.ranks.meeting import PATIENCE_S
-from kunserve.engine.ranks.processes import Members, Start, spawn_member
-from kunserve.engine.ranks.shards import ShardReader
 from kunserve.engine.torch.cuda.backend import CudaBackend, drawing_bytes
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
@@ -27,6 +23,10 @@ from kunserve_extras.device_ranks.decoder import DeviceRanksDecoder, DeviceShard
 from kunserve_extras.device_ranks.memory import DeviceRanksMemory, Windows
 from kunserve_extras.device_ranks.sums import GroupSums, SumsBy, make_store_file
 from kunserve_extras.device_ranks.words import WORDS, Load, OpenSums
+from kunserve_extras.ranks.backend import SeveralRanks
+from kunserve_extras.ranks.meeting import PATIENCE_S
+from kunserve_extras.ranks.processes import Members, Start, spawn_member
+from kunserve_extras.ranks.shards import ShardReader
 
 logger = logging.getLogger(__name__)
 

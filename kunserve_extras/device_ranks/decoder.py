@@ -14,15 +14,15 @@ import torch
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.cpu.decoder import StepLimits, scaled
 from kunserve.engine.layer_weights import ModelWeights
-from kunserve.engine.ranks.decoder import Ordering
-from kunserve.engine.ranks.meeting import Meeting
-from kunserve.engine.ranks.processes import Members
-from kunserve.engine.ranks.region import Orders, Room, StageOrder
 from kunserve.engine.torch.decoder import TorchDecoder
 from kunserve.engine.torch.ops.table import Ops
 from kunserve.model.sharding import first_expert, spec_of_rank, vocab_of_rank
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.device_ranks.sums import GroupSums
+from kunserve_extras.ranks.decoder import Ordering
+from kunserve_extras.ranks.meeting import Meeting
+from kunserve_extras.ranks.processes import Members
+from kunserve_extras.ranks.region import Orders, Room, StageOrder
 
 
 class DeviceShard(TorchDecoder):

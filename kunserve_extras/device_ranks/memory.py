@@ -16,11 +16,11 @@ from kunserve.control.instance.body import Remap, UnitCopy
 from kunserve.core.config import MIB
 from kunserve.core.layout import LayerRange
 from kunserve.engine.memory.instance_memory import InstanceMemory
-from kunserve.engine.ranks.control import Drop, Held, Reclaim
-from kunserve.engine.ranks.memory import Bytes, OfAllRanks, bytes_of, granules_of
-from kunserve.engine.ranks.processes import Members
 from kunserve.transport.bulk.movable_memory import Content, UnitRuns
 from kunserve_extras.device_ranks.words import Check, CopyUnits, MoveLayer, MoveUnits, Prepare
+from kunserve_extras.ranks.control import Drop, Held, Reclaim
+from kunserve_extras.ranks.memory import Bytes, OfAllRanks, bytes_of, granules_of
+from kunserve_extras.ranks.processes import Members
 
 _WINDOW_BYTES = 4 * MIB
 """At least; of each rank but the first."""

@@ -5,10 +5,6 @@ from typing import Any
 from kunserve.control.instance.body import UnitCopy
 from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import kv_in
-from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim, Said
-from kunserve.engine.ranks.rank import Rank
-from kunserve.engine.ranks.region import Orders
-from kunserve.engine.ranks.shards import ShardReader
 from kunserve.engine.torch.cuda.opening import open_card
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.sharding import spec_of_rank
@@ -25,6 +21,10 @@ from kunserve_extras.device_ranks.words import (
     OpenSums,
     Prepare,
 )
+from kunserve_extras.ranks.control import Drop, Join, OpenRegion, Reclaim, Said
+from kunserve_extras.ranks.rank import Rank
+from kunserve_extras.ranks.region import Orders
+from kunserve_extras.ranks.shards import ShardReader
 
 
 class DeviceRank(Rank):

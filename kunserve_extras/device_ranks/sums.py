@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from kunserve.engine.ranks.meeting import RankLost, Why
+from kunserve_extras.ranks.meeting import RankLost, Why
 
 _LOOPBACK = "lo"
 

@@ -6,7 +6,7 @@ from kunserve.cluster.instance.start import Loaded, run_instance
 from kunserve.cluster.processes.launch import InstanceOrder
 from kunserve.engine.body import EngineBody
 from kunserve.engine.devices import open_backend
-from kunserve.engine.ranks.nodes import numa_nodes, stay_on_one
+from kunserve.engine.nodes import numa_nodes, stay_on_one
 from kunserve.model.config import read_eos_ids
 from kunserve.model.fingerprint import check_fingerprint
 from kunserve.model.source import resolve_model

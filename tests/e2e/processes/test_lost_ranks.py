@@ -17,15 +17,15 @@ from kunserve.core.faults import Fault
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
-from kunserve.engine.ranks import processes
-from kunserve.engine.ranks.backend import RankedBackend
-from kunserve.engine.ranks.meeting import Meeting, RankLost
-from kunserve.engine.ranks.processes import Start
 from kunserve.model.source import resolve_model
 from kunserve.transport.children.child import Child
+from kunserve_extras.ranks import processes
+from kunserve_extras.ranks.backend import RankedBackend
+from kunserve_extras.ranks.meeting import Meeting, RankLost
+from kunserve_extras.ranks.processes import Start
 from tests.direct_engine import DirectEngine
+from tests.extras.ranks.forked_ranks import ForkedRank, fork_member
 from tests.tiny_models import save_tiny
-from tests.unit.engine.ranks.forked_ranks import ForkedRank, fork_member
 
 WHOLE = LayerRange(0, 2)
 PROMPT = [[5, 6, 7, 8]]

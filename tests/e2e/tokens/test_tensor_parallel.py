@@ -13,14 +13,14 @@ from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
-from kunserve.engine.ranks.backend import RankedBackend
 from kunserve.model.source import resolve_model
 from kunserve.transport.bulk.mover import BulkMover
 from kunserve.transport.bulk.pacing import BulkPacing
+from kunserve_extras.ranks.backend import RankedBackend
 from tests.direct_engine import DirectEngine
+from tests.extras.ranks.forked_ranks import fork_member
 from tests.tiny_models import KINDS, VOCAB, save_with_answers
 from tests.tiny_models import MORE_KINDS as FAMILIES
-from tests.unit.engine.ranks.forked_ranks import fork_member
 from tests.unit.transport.addresses import fresh_address
 from tests.unit.transport.bulk.test_bulk import ended
 from tests.unit.transport.bulk_world import entries, piece

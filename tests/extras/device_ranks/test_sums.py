@@ -8,8 +8,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from kunserve.engine.ranks.meeting import RankLost
 from kunserve_extras.device_ranks.sums import GroupSums, SumsBy, make_store_file
+from kunserve_extras.ranks.meeting import RankLost
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from kunserve.core.messages import Submit
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.tokens import TokenIds
 from kunserve.engine.memory.instance_memory import RemapFailed
-from kunserve.engine.ranks.meeting import RankLost
+from kunserve_extras.ranks.meeting import RankLost
 from kunserve_lab.world.fake_body import FakeBody
 from tests.conftest import wait_until
 from tests.unit.cluster.instance.test_instance_loop import Exchanging, Instance

@@ -21,7 +21,7 @@ from kunserve.engine.memory import address_space
 from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES, arrange, fill
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.pages import HostPages
-from kunserve.engine.ranks.memory import RankPages
+from kunserve_extras.ranks.memory import RankPages
 from tests.specs import SMOLLM2_135M
 
 MODEL = dataclasses.replace(

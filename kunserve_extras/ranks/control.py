@@ -14,11 +14,11 @@ from kunserve.core.errors import StartupFailure
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.cpu.decoder import StepLimits
-from kunserve.engine.ranks.meeting import RankLost, Why
-from kunserve.engine.ranks.region import Room
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
 from kunserve.transport.wire.codec import Codec
+from kunserve_extras.ranks.meeting import RankLost, Why
+from kunserve_extras.ranks.region import Room
 
 _MOST_BYTES = 1 << 16
 _MOST_FILES = 4

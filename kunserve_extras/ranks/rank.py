@@ -13,17 +13,17 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import CpuBackend, huge_pages_of, weights_in
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.memory.instance_memory import InstanceMemory
-from kunserve.engine.ranks.control import Drop, Join, OpenRegion, Reclaim, Said
-from kunserve.engine.ranks.meeting import Meeting
-from kunserve.engine.ranks.memory import RankPages
-from kunserve.engine.ranks.nodes import stay_on
-from kunserve.engine.ranks.region import Command, Orders, Region, StageOrder
-from kunserve.engine.ranks.shard_decoder import ShardDecoder
-from kunserve.engine.ranks.shards import ShardReader
+from kunserve.engine.nodes import stay_on
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.sharding import spec_of_rank
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.ranks.control import Drop, Join, OpenRegion, Reclaim, Said
+from kunserve_extras.ranks.meeting import Meeting
+from kunserve_extras.ranks.memory import RankPages
+from kunserve_extras.ranks.region import Command, Orders, Region, StageOrder
+from kunserve_extras.ranks.shard_decoder import ShardDecoder
+from kunserve_extras.ranks.shards import ShardReader
 
 _LOOK_S = 1.0
 """How long a rank waits for a command before it looks whether it still may."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kunserve.engine.ranks.nodes import numa_nodes, place_ranks, stay_on_one, visiting
+from kunserve.engine.nodes import numa_nodes, place_ranks, stay_on_one, visiting
 
 TWO = [frozenset({0, 1}), frozenset({2, 3})]
 

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: ``python -m kunserve.engine.ranks.member FD``."""
+"""The process of a rank other than 0: ``python -m kunserve_extras.ranks.member FD``."""
 
 import contextlib
 import ctypes
@@ -15,9 +15,9 @@ from kunserve.core.errors import KunServeError, StartupFailure
 from kunserve.core.extras import find_extra
 from kunserve.core.faults import EXIT_MACHINE_FAILED
 from kunserve.engine.memory.instance_memory import RemapFailed
-from kunserve.engine.ranks.control import Answer, Join, Talk
-from kunserve.engine.ranks.meeting import EXIT_ANOTHER_LOST, RankLost
-from kunserve.engine.ranks.rank import HostRank, Rank
+from kunserve_extras.ranks.control import Answer, Join, Talk
+from kunserve_extras.ranks.meeting import EXIT_ANOTHER_LOST, RankLost
+from kunserve_extras.ranks.rank import HostRank, Rank
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,7 @@ from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.memory import Memory
 from kunserve.engine.memory.pages import ARENA_FILE, OpenPages
-from kunserve.engine.ranks.control import Drop, Join, Reclaim
-from kunserve.engine.ranks.decoder import RankedDecoder, room_of
-from kunserve.engine.ranks.meeting import PATIENCE_S
-from kunserve.engine.ranks.memory import RankedMemory, RankPages
-from kunserve.engine.ranks.nodes import numa_nodes, place_ranks, stay_on, visiting
-from kunserve.engine.ranks.processes import Members, Start, spawn_member
-from kunserve.engine.ranks.region import Region
-from kunserve.engine.ranks.shard_decoder import ShardDecoder
-from kunserve.engine.ranks.shards import ShardReader
+from kunserve.engine.nodes import numa_nodes, place_ranks, stay_on, visiting
 from kunserve.engine.sampling.sampler import Sampler
 from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.torch.cuda.backend import CudaBackend
@@ -32,6 +24,14 @@ from kunserve.model.sharding import check_shardable, config_of_rank, spec_of_ran
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
 from kunserve.transport.bulk.movable_memory import WriteGate
+from kunserve_extras.ranks.control import Drop, Join, Reclaim
+from kunserve_extras.ranks.decoder import RankedDecoder, room_of
+from kunserve_extras.ranks.meeting import PATIENCE_S
+from kunserve_extras.ranks.memory import RankedMemory, RankPages
+from kunserve_extras.ranks.processes import Members, Start, spawn_member
+from kunserve_extras.ranks.region import Region
+from kunserve_extras.ranks.shard_decoder import ShardDecoder
+from kunserve_extras.ranks.shards import ShardReader
 
 
 class SeveralRanks:

@@ -13,9 +13,9 @@ from typing import Any
 
 from kunserve.core.errors import ConfigError
 from kunserve.core.faults import EXIT_MACHINE_FAILED, Fault, fault_of_exit
-from kunserve.engine.ranks.control import Answer, Join, Said, Talk, talk_pair
-from kunserve.engine.ranks.meeting import EXIT_ANOTHER_LOST, PATIENCE_S, Meeting, RankLost
 from kunserve.transport.children.child import LEAVE_S, Child
+from kunserve_extras.ranks.control import Answer, Join, Said, Talk, talk_pair
+from kunserve_extras.ranks.meeting import EXIT_ANOTHER_LOST, PATIENCE_S, Meeting, RankLost
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ Start = Callable[[socket.socket], Child]
 def spawn_member(end: socket.socket) -> Child:
     """A child that hears of the rest by this socket."""
     # Standard output is the instance's own: the front reads its last words there.
-    program = ("-m", "kunserve.engine.ranks.member", str(end.fileno()))
+    program = ("-m", "kunserve_extras.ranks.member", str(end.fileno()))
     return Child(program, fds=(end.fileno(),), stdout=subprocess.DEVNULL)
 
 

@@ -8,8 +8,8 @@ import time
 import traceback
 import warnings
 
-from kunserve.engine.ranks.member import run_member
 from kunserve.transport.children.child import Child
+from kunserve_extras.ranks.member import run_member
 
 
 class ForkedRank(Child):

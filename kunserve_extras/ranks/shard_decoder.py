@@ -14,10 +14,10 @@ from kunserve.engine.cpu.kernels.library import CBuffers
 from kunserve.engine.cpu.kernels.ops import Finish, gather, linear
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.instance_memory import InstanceMemory
-from kunserve.engine.ranks.meeting import Meeting
-from kunserve.engine.ranks.region import Region, StageOrder
 from kunserve.model.sharding import first_expert, spec_of_rank, vocab_of_rank
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.ranks.meeting import Meeting
+from kunserve_extras.ranks.region import Region, StageOrder
 
 
 class ShardDecoder(Decoder):

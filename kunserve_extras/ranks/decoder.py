@@ -14,11 +14,11 @@ from kunserve.engine.attention import TORCH_DTYPES, StepBatch
 from kunserve.engine.cpu.decoder import StepLimits, scaled
 from kunserve.engine.cpu.kernels.ops import rms_norm
 from kunserve.engine.layer_weights import ModelWeights
-from kunserve.engine.ranks.control import OpenRegion
-from kunserve.engine.ranks.processes import Members
-from kunserve.engine.ranks.region import Orders, Region, Room, StageOrder
-from kunserve.engine.ranks.shard_decoder import ShardDecoder
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.ranks.control import OpenRegion
+from kunserve_extras.ranks.processes import Members
+from kunserve_extras.ranks.region import Orders, Region, Room, StageOrder
+from kunserve_extras.ranks.shard_decoder import ShardDecoder
 
 _FIRST_ROOM = Room(64, 256, 8)
 """Without limits: it grows with the steps."""

@@ -11,7 +11,15 @@ from kunserve.core.errors import ModelFiles, StartupFailure
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.cpu.decoder import StepLimits
-from kunserve.engine.ranks.control import (
+from kunserve.model.experts import Experts
+from kunserve.model.packed import PackedField, PackedWeights, Run, WeightFormat
+from kunserve.model.rope import LinearRope, Llama3Rope, RopeScaling, YarnRope
+from kunserve.model.source import ModelSource
+from kunserve.transport.wire.codec import MalformedMessage
+from kunserve_extras.device_ranks.sums import SumsBy
+from kunserve_extras.device_ranks.words import WORDS as DEVICE_WORDS
+from kunserve_extras.device_ranks.words import CopyUnits, MoveLayer, MoveUnits, OpenSums, Prepare
+from kunserve_extras.ranks.control import (
     Answer,
     Drop,
     Held,
@@ -21,15 +29,7 @@ from kunserve.engine.ranks.control import (
     Talk,
     talk_pair,
 )
-from kunserve.engine.ranks.region import Room
-from kunserve.model.experts import Experts
-from kunserve.model.packed import PackedField, PackedWeights, Run, WeightFormat
-from kunserve.model.rope import LinearRope, Llama3Rope, RopeScaling, YarnRope
-from kunserve.model.source import ModelSource
-from kunserve.transport.wire.codec import MalformedMessage
-from kunserve_extras.device_ranks.sums import SumsBy
-from kunserve_extras.device_ranks.words import WORDS as DEVICE_WORDS
-from kunserve_extras.device_ranks.words import CopyUnits, MoveLayer, MoveUnits, OpenSums, Prepare
+from kunserve_extras.ranks.region import Room
 from tests.specs import SMOLLM2_135M
 
 LAYERS = LayerRange(3, 9)
