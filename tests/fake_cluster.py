@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kunserve.control.cluster.commands import Send
+from kunserve.control.cluster.standing import Standing
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.core.config import (
     ClusterConfig,
@@ -221,12 +222,8 @@ class FakeCluster(ChosenWorld):
 
     def groups(self) -> list[GroupLayout]:
         """The groups that stand, except those in transition."""
-        busy = self.controller.transitions.busy_groups
-        return [
-            group.layout
-            for group_id, group in self.controller.placement.groups.items()
-            if group_id not in busy
-        ]
+        groups = self.controller.placement.groups.values()
+        return [group.layout for group in groups if Standing.CHANGING not in group.standing]
 
     def layout(self, *stages: tuple[int, int, int]) -> GroupLayout:
         """A new group from (instance, first layer, end layer) of each stage."""

@@ -8,6 +8,7 @@ at which it has lasted too long, whatever it is that nobody looks at any more.
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
+from kunserve.control.cluster.standing import Standing
 from kunserve.control.cluster.transition import Phase
 from kunserve.control.instance.changes.layer_restore import LayerRestore
 from kunserve.core.config import ClusterConfig
@@ -102,7 +103,7 @@ class LivenessWatch:
                 if quarantine.holds(request_id):
                     yield f"request {request_id} is held", Wait(HELD_S, quarantine.num_quarantined)
         for group_id in placement.closing:
-            if group_id not in controller.transitions.busy_groups:
+            if Standing.CHANGING not in placement.groups[group_id].standing:
                 yield f"group {group_id} closes without a transition", Wait(AT_ONCE_S)
         if self._world.unfinished and placement.groups:
             yield "everything stands still", Wait(STANDS_STILL_S, self._tokens())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from kunserve.cluster.processes.processes import Processes
 from kunserve.control.cluster.controller import Controller
+from kunserve.control.cluster.standing import Standing
 from kunserve.core.faults import Fault
 from kunserve.core.ids import GroupId, InstanceId
 from kunserve.core.layout import GroupLayout
@@ -28,9 +29,9 @@ class GroupWatch:
 
     def look(self, controller: Controller, processes: Processes, now_s: float) -> None:
         """Kill the leaders of groups that stand still; their requests run again."""
-        busy = controller.transitions.busy_groups
-        groups = controller.placement.groups.items()
-        reports = [(group.layout, group.report) for i, group in groups if i not in busy]
+        groups = controller.placement.groups.values()
+        still = [group for group in groups if Standing.CHANGING not in group.standing]
+        reports = [(group.layout, group.report) for group in still]
         for layout, still_s in self.stuck(reports, now_s):
             reason = f"its group completes no step since {still_s:.1f} s"
             processes.condemn(layout.leader, reason, Fault.REQUEST)

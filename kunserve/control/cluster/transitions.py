@@ -71,15 +71,6 @@ class Transitions:
         """Of the transitions that each instance was in."""
 
     @property
-    def busy_groups(self) -> set[GroupId]:
-        """Groups that stand in a transition, by their old and their new ids."""
-        return {
-            layout.group_id
-            for transition in self.active.values()
-            for layout in transition.record.groups_before + transition.record.groups_after
-        }
-
-    @property
     def coming_blocks(self) -> int:
         """KV blocks that the cluster will have more, or fewer, when all of them are over."""
         specs = self._placement.specs
@@ -403,7 +394,9 @@ class Transitions:
     def check(self) -> None:
         """Assert that the groups in them, and no others, change, close and are expected."""
         changing = self._placement.standing_as(Standing.CHANGING)
-        assert changing == self.busy_groups & self._placement.groups.keys(), changing
+        records = [transition.record for transition in self.active.values()]
+        parts = {g.group_id for one in records for g in one.groups_before + one.groups_after}
+        assert changing == parts & self._placement.groups.keys(), changing
         closing, expected = self._placement.closing, self._placement.expected.keys()
         commits = [t.record for t in self.active.values() if t.phase is Phase.COMMITTING]
         assert closing == {g.group_id for one in commits for g in one.groups_before}, closing
