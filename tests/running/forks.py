@@ -6,16 +6,20 @@ are mostly set up once. Who has none left takes half of what another one has bef
 """
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
+import subprocess
 import sys
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +27,9 @@ Chunk = list[int]
 """Tests, by their places in the session, that one process runs one after the other."""
 _AHEAD = 2
 """Chunks that a process has, so that it does not wait for the next one."""
-_WORD = "a process of the tests ended with status {status} in this test"
+_DIED = "a process of the tests ended with status {status} {where} this test"
+_LEFT_BEHIND = Path(__file__).with_name("left_behind.py")
+_PR_SET_PDEATHSIG = 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,6 +75,16 @@ class Fork:
     """Those it has, the first one under way."""
     done: set[int] = field(default_factory=set)
     """Tests of the first one whose end it has told."""
+    last: int | None = None
+    """The test that it ended last."""
+    reports: list[pytest.TestReport] = field(default_factory=list)
+    """Of the test under way. They are handed on together, else tests' words would be mixed."""
+    broken: str = ""
+    """What its own code has raised."""
+
+    def left(self) -> list[int]:
+        """Tests that it was given and has not ended, the one under way first."""
+        return [place for chunk in self.given for place in chunk if place not in self.done]
 
     def tell(self, chunk: Chunk | None) -> None:
         """None is its end. That it has died is seen where it is heard."""
@@ -89,6 +105,7 @@ class Forks:
     def run(self) -> None:
         gc.collect()
         gc.freeze()  # what was imported is neither looked at nor copied again
+        self._end = end_with_this_process()
         try:
             for _ in range(self._num_forks):
                 self._make()
@@ -99,14 +116,23 @@ class Forks:
                         raise self._session.Failed(self._session.shouldfail)
                     if self._session.shouldstop:
                         raise self._session.Interrupted(self._session.shouldstop)
+        except KeyboardInterrupt:
+            running = [fork.left()[0] for fork in self._forks if fork.left()]
+            terminal = self._session.config.pluginmanager.getplugin("terminalreporter")
+            terminal.write_line("\ninterrupted; these ran, and are ended with all they started:")
+            for place in running:
+                terminal.write_line(f"  {self._session.items[place].nodeid}")
+            raise
         finally:
             for fork in self._forks:
                 os.kill(fork.pid, signal.SIGKILL)
                 os.waitpid(fork.pid, 0)
+            self._end.communicate()  # whatever they have left behind is ended
 
     def _make(self) -> None:
         (orders, to_do), (said, words) = Pipe(duplex=False), Pipe(duplex=False)
         self._num_made += 1
+        parent_pid = os.getpid()
         sys.stdout.flush()
         with warnings.catch_warnings(action="ignore"):  # of threads: numpy's are used to forks
             pid = os.fork()
@@ -116,6 +142,9 @@ class Forks:
                 fork.words.close()
             to_do.close()
             said.close()
+            assert self._end.stdin is not None
+            self._end.stdin.close()
+            die_with(parent_pid)
             work(self._session, orders, words, self._num_made)
         orders.close()
         words.close()
@@ -150,16 +179,15 @@ class Forks:
             return
         match word:
             case ("report", report):
-                made = self._hook.pytest_report_from_serializable(
-                    config=self._session.config, data=report
-                )
-                if made.when == "setup":
-                    self._hook.pytest_runtest_logstart(nodeid=made.nodeid, location=made.location)
-                self._hook.pytest_runtest_logreport(report=made)
+                config = self._session.config
+                made = self._hook.pytest_report_from_serializable(config=config, data=report)
+                fork.reports.append(made)
             case ("done", place):
                 fork.done.add(place)
-                item = self._session.items[place]
-                self._hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+                fork.last = place
+                self._hand_on(fork, place)
+            case ("broken", text):
+                fork.broken = text
             case "next":
                 fork.given.popleft()
                 fork.done.clear()
@@ -167,23 +195,58 @@ class Forks:
             case "over":  # the pipe may stay open, if a test has left a fork of it behind
                 self._bury(fork)
 
+    def _hand_on(self, fork: Fork, place: int) -> None:
+        """All that was said of a test, at once."""
+        item, reports = self._session.items[place], fork.reports
+        fork.reports = []
+        self._hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in reports:
+            self._hook.pytest_runtest_logreport(report=report)
+        self._hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
     def _bury(self, fork: Fork) -> None:
-        """It has ended. If it had tests left, the first one has failed, and others run them."""
+        """It has ended. If it had tests left, the first one has failed, and others run them. If
+        it had none left, what it tore down behind its last one has failed.
+        """
         fork.orders.close()
         fork.words.close()
         self._forks.remove(fork)
         _, status = os.waitpid(fork.pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        left = [place for chunk in fork.given for place in chunk if place not in fork.done]
-        if not left and not fork.waiting and not code:
+        left = fork.left()
+        if not left and not code:
             return
-        assert left, f"a process of the tests has ended with status {code} between two of them"
-        item = self._session.items[left[0]]
-        word = _WORD.format(status=code)
-        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", word, "call")
-        self._hook.pytest_runtest_logreport(report=report)
-        self._modules.appendleft(deque([*([left[1:]] if left[1:] else []), *fork.waiting]))
+        place = left[0] if left else fork.last
+        assert place is not None, f"a process of the tests has not begun: {code}\n{fork.broken}"
+        item = self._session.items[place]
+        word = _DIED.format(status=code, where="in" if left else "behind") + fork.broken
+        failed = pytest.TestReport(item.nodeid, item.location, {}, "failed", word, "call")
+        fork.reports.append(failed)
+        self._hand_on(fork, place)
+        rest = deque([*([left[1:]] if left[1:] else []), *fork.waiting])
+        if rest:
+            self._modules.appendleft(rest)
         self._make()
+
+
+def end_with_this_process() -> subprocess.Popen[bytes]:
+    """A process that ends whatever this one's tests started, as soon as this one is gone."""
+    mark = f"KUNSERVE_TESTS_OF_{os.getpid()}"
+    os.environ[mark] = "1"
+    return subprocess.Popen(
+        [sys.executable, "-S", str(_LEFT_BEHIND), mark],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def die_with(parent_pid: int) -> None:
+    """Be killed when the process that forked this one ends, however that comes."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
 
 
 def work(session: pytest.Session, orders: Connection, words: Connection, number: int) -> None:
@@ -199,9 +262,9 @@ def work(session: pytest.Session, orders: Connection, words: Connection, number:
         status = 0
         words.send("over")
     except BaseException:
-        sys.excepthook(*sys.exc_info())
+        with contextlib.suppress(OSError):
+            words.send(("broken", "\n" + traceback.format_exc()))
     finally:
-        sys.stderr.flush()
         os._exit(status)
 
 
