@@ -12,14 +12,20 @@ from kunserve.server.start.launch import launch
 from kunserve_extras.offline.loop_thread import LoopThread, Tell
 from kunserve_extras.offline.outputs import RequestOutput
 from kunserve_extras.offline.progress import Bar, ProgressBar
-from kunserve_extras.offline.prompts import listed_conversations, listed_params, listed_prompts
+from kunserve_extras.offline.prompts import (
+    listed_conversations,
+    listed_params,
+    listed_priorities,
+    listed_prompts,
+)
 from kunserve_extras.offline.sampling_params import SamplingParams
-from kunserve_extras.offline.session import Session
+from kunserve_extras.offline.session import Session, Wish
 from kunserve_extras.offline.settings import config_from_keywords
 
 OnePrompt: TypeAlias = str | list[int] | dict[str, Any]
 Conversation: TypeAlias = Sequence[dict[str, Any]]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Priority: TypeAlias = int | Sequence[int] | None
 
 
 class LLM:
@@ -57,19 +63,22 @@ class LLM:
         prompts: OnePrompt | Sequence[OnePrompt],
         sampling_params: Params = None,
         use_tqdm: Bar = None,
+        *,
+        priority: Priority = None,
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs are in their order.
 
         A prompt is a text, token ids, or a dictionary with ``prompt`` or ``prompt_token_ids``.
         Without ``sampling_params`` the model's makers' are taken, and an answer gets no more tokens
-        than the context has left. ``use_tqdm`` None shows a bar on a terminal. Raises
+        than the context has left. ``use_tqdm`` None shows a bar on a terminal. ``priority`` is one
+        for all or one for each, lower ones first, with ``scheduling_policy="priority"``. Raises
         InvalidRequest, a ValueError, before anything runs. A prompt that the engine gives up on has
         the finish reason ``error``; the others go on.
         """
         listed = listed_prompts(prompts)
-        params = listed_params(sampling_params, len(listed))
+        wishes = _wishes(sampling_params, priority, len(listed))
         session = self._session
-        return self._run(len(listed), use_tqdm, lambda tell: session.generate(listed, params, tell))
+        return self._run(len(listed), use_tqdm, lambda tell: session.generate(listed, wishes, tell))
 
     def chat(
         self,
@@ -81,6 +90,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        priority: Priority = None,
     ) -> list[RequestOutput]:
         """Answer conversations; the model's chat template makes them prompts. See ``generate``.
 
@@ -96,9 +106,9 @@ class LLM:
             parsed_fields(ChatBody, {"messages": one, **options})
             for one in listed_conversations(messages)
         ]
-        params = listed_params(sampling_params, len(bodies))
+        wishes = _wishes(sampling_params, priority, len(bodies))
         session = self._session
-        return self._run(len(bodies), use_tqdm, lambda tell: session.chat(bodies, params, tell))
+        return self._run(len(bodies), use_tqdm, lambda tell: session.chat(bodies, wishes, tell))
 
     def _run(
         self,
@@ -140,6 +150,12 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _wishes(params: Params, priority: Priority, num_prompts: int) -> list[Wish]:
+    """One for each prompt."""
+    priorities = listed_priorities(priority, num_prompts)
+    return [*map(Wish, listed_params(params, num_prompts), priorities)]
 
 
 async def _open(config: KunServeConfig, sessions: list[Session]) -> None:

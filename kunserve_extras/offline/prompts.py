@@ -86,3 +86,16 @@ def listed_params(
             "sampling_params",
         )
     return [*listed]
+
+
+def listed_priorities(priority: Any, num_prompts: int) -> list[int | None]:
+    """One for each prompt; None for that of nobody who asked."""
+    if priority is None or isinstance(priority, int):
+        return [priority] * num_prompts
+    if isinstance(priority, str) or not isinstance(priority, Sequence):
+        raise InvalidRequest("`priority` must be a number, or a list of them.", "priority")
+    if len(priority) != num_prompts:
+        raise InvalidRequest(
+            f"There are {num_prompts} prompts, and {len(priority)} priorities for them.", "priority"
+        )
+    return [*priority]

@@ -39,6 +39,15 @@ RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
+class Wish:
+    """How one prompt is to be answered, and how soon."""
+
+    params: SamplingParams | None
+    """None: as the model's makers recommend."""
+    priority: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """One prompt, checked and ready to run."""
 
@@ -113,15 +122,15 @@ class Session:
     # What is asked for
 
     async def generate(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], tell: Tell
+        self, prompts: Sequence[Prompt], wishes: Sequence[Wish], tell: Tell
     ) -> list[RequestOutput]:
         """The answers, in the prompts' order. Raises InvalidRequest before anything runs."""
-        return await self._run([*zip(prompts, params, strict=True)], self._spelled, tell)
+        return await self._run([*zip(prompts, wishes, strict=True)], self._spelled, tell)
 
     async def chat(
         self,
         conversations: Sequence[ChatBody],
-        params: Sequence[SamplingParams | None],
+        wishes: Sequence[Wish],
         tell: Tell,
     ) -> list[RequestOutput]:
         """The same for conversations."""
@@ -130,7 +139,7 @@ class Session:
             token_ids = await encode_conversation(self.front.codec, conversation)
             return Prompt(self.front.codec.decode(token_ids), token_ids)
 
-        return await self._run([*zip(conversations, params, strict=True)], spelled, tell)
+        return await self._run([*zip(conversations, wishes, strict=True)], spelled, tell)
 
     async def _spelled(self, prompt: Prompt) -> Prompt:
         if prompt.text is None:
@@ -144,17 +153,18 @@ class Session:
 
     async def _run(
         self,
-        given: Sequence[tuple[Any, SamplingParams | None]],
+        given: Sequence[tuple[Any, Wish]],
         spell: Callable[[Any], Awaitable[Prompt]],
         tell: Tell,
     ) -> list[RequestOutput]:
         asked = []
-        for index, (prompt, params) in enumerate(given):
+        for index, (prompt, wish) in enumerate(given):
             with _named(index, len(given)):
-                asked.append(await self._ask(await spell(prompt), params))
+                asked.append(await self._ask(await spell(prompt), wish))
             await asyncio.sleep(0)  # the cluster has its turn
         outputs: dict[int, RequestOutput] = {}
-        left = iter(enumerate(asked))
+        # The engine puts in order only what it has, which is not all.
+        left = iter(sorted(enumerate(asked), key=lambda one: one[1].choices[0].request.priority))
 
         async def work() -> None:
             for index, one in left:
@@ -173,12 +183,12 @@ class Session:
 
     # One prompt
 
-    async def _ask(self, prompt: Prompt, params: SamplingParams | None) -> Asked:
-        text, token_ids = prompt.text, prompt.token_ids or []
+    async def _ask(self, prompt: Prompt, wish: Wish) -> Asked:
+        text, token_ids, params = prompt.text, prompt.token_ids or [], wish.params
         body = self._default_body(len(token_ids)) if params is None else params.body()
-        if prompt.cache_salt is not None:
-            salted = parsed_fields(GenerateBody, {"cache_salt": prompt.cache_salt})
-            body = body.model_copy(update={"cache_salt": salted.cache_salt})
+        more = {"cache_salt": prompt.cache_salt, "priority": wish.priority}
+        told = parsed_fields(GenerateBody, more)
+        body = body.model_copy(update={name: getattr(told, name) for name in more})
         self._routes.check(body)
         kept = truncated(token_ids, body, self.front.engine.limits.max_model_len)
         if text is not None and len(kept) < len(token_ids):

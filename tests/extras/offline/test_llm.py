@@ -87,6 +87,28 @@ def test_several_answers_and_parameters_for_each_prompt(llm: LLM, engine: EchoEn
         llm.generate(["a", "b"], [SamplingParams()])
 
 
+def test_a_priority_for_all_or_for_each(
+    monkeypatch: pytest.MonkeyPatch, engine: EchoEngine
+) -> None:
+    few = SamplingParams(max_tokens=1)
+    with echo_llm(monkeypatch, engine, scheduling_policy="priority") as llm:
+        prompts = [[number] for number in range(1, 21)]
+        outputs = llm.generate(prompts, few, priority=range(20, 0, -1))
+        assert [one.prompt_token_ids for one in outputs] == prompts
+        # More wait than the engine is given at once, so the order begins here.
+        assert [one.priority for one in engine.submitted] == [*range(1, 21)]
+        engine.submitted.clear()
+        llm.generate(["hello", "fox"], few, priority=-3)
+        llm.chat([{"role": "user", "content": "hello"}], few, priority=[5])
+        llm.generate("hello", few)
+        assert [one.priority for one in engine.submitted] == [-3, -3, 5, 0]
+        for wrong in ([1], "12", 1 << 64, [1, "x"], 1.5):
+            with pytest.raises(ValueError, match="priorit"):
+                llm.generate(["a", "b"], few, priority=wrong)  # type: ignore[arg-type]
+    with echo_llm(monkeypatch, engine) as llm, pytest.raises(ValueError, match="scheduling-policy"):
+        llm.generate("hello", few, priority=1)
+
+
 def test_what_the_makers_recommend(monkeypatch: pytest.MonkeyPatch, engine: EchoEngine) -> None:
     recommended = SamplingDefaults(temperature=0.3, top_k=7, max_new_tokens=40)
     with echo_llm(monkeypatch, engine, recommended) as llm:
