@@ -29,6 +29,11 @@ COMMANDS = {
         "simulate_command",
         "What would happen: real decisions over modelled GPUs.",
     ),
+    "observe": (
+        "kunserve_lab.observer.command",
+        "observe_command",
+        "What drops would do for servers of other makers, from their metrics.",
+    ),
     "data": (
         "kunserve_lab.workload.data.command",
         "data_command",

@@ -8,12 +8,13 @@ from pathlib import Path
 from kunserve_lab.compare.experiment import Experiment, World
 from kunserve_lab.compare.output.table import Row
 
-_STYLE = (
+STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem}"
     "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .8rem;text-align:right;"
     "border-bottom:1px solid #e4e4e4}td:first-child,th:first-child{text-align:left}"
     "img{max-width:100%}code{background:#f3f3f3;padding:0 .3em}.note{color:#666}"
 )
+"""Of every report."""
 
 _WORLDS = {
     World.SIMULATED: "Simulated: real controller, schedulers and policies over modelled instances, "
@@ -34,15 +35,15 @@ def write_report(
     title = html.escape(experiment.title)
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>",
-        f"<style>{_STYLE}</style><h1>{title}</h1>",
+        f"<style>{STYLE}</style><h1>{title}</h1>",
         f"<p class=note>{_WORLDS[experiment.world]}</p>",
     ]
     if experiment.claim:
         parts.append(f"<p>The paper: {html.escape(experiment.claim)}</p>")
     parts += [f"<p>{html.escape(line)}</p>" for line in verdict]
-    parts.append(_table([("setting", "value"), *conditions]))
+    parts.append(html_table([("setting", "value"), *conditions]))
     for name, lines, notes in tables:
-        parts.append(f"<h2>{html.escape(name)}</h2>{_table(lines)}")
+        parts.append(f"<h2>{html.escape(name)}</h2>{html_table(lines)}")
         parts += [f"<p class=note>{html.escape(note)}</p>" for note in notes]
     for name, figure in figures:
         data = base64.b64encode(figure.read_bytes()).decode()
@@ -53,7 +54,8 @@ def write_report(
     path.write_text("\n".join(parts))
 
 
-def _table(lines: Sequence[Row]) -> str:
+def html_table(lines: Sequence[Row]) -> str:
+    """The head first."""
     head, *body = lines
     cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     rows = "".join(

@@ -1,0 +1,97 @@
+"""Judges episodes in a process of its own, so that watching goes on, and none takes for ever."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from kunserve_lab.observer.episodes.episode import Episode
+from kunserve_lab.observer.episodes.what_if import Judged, judge, measured_of
+from kunserve_lab.observer.fleet import Factors, Made
+from kunserve_lab.sim.profile import InstanceProfile
+
+DEADLINE_S = 300.0
+"""For one episode."""
+MOST_WAITING = 16
+"""Episodes; one more is told without figures."""
+NICENESS = 10
+"""The observer may stand beside what it watches."""
+
+Work = tuple[Episode, InstanceProfile, Factors, Made]
+
+
+class Judging:
+    """Takes episodes, and gives them back judged, one after the other."""
+
+    def __init__(self, told: Callable[[Judged], None], deadline_s: float = DEADLINE_S) -> None:
+        self._told = told
+        self._deadline_s = deadline_s
+        self._queue: asyncio.Queue[Work] = asyncio.Queue(MOST_WAITING)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Called once, in a running loop."""
+        self._task = asyncio.create_task(self._work())
+
+    def give(self, work: Work) -> None:
+        """An episode that is over."""
+        try:
+            self._queue.put_nowait(work)
+        except asyncio.QueueFull:
+            self._told(_unjudged(work, "too many episodes wait to be simulated"))
+
+    async def finish(self) -> None:
+        """Judge what waits, then end. Each episode has its deadline."""
+        if self._task is not None:
+            await self._queue.join()
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while True:
+            work = await self._queue.get()
+            try:
+                self._told(await asyncio.to_thread(judge_aside, work, self._deadline_s))
+            finally:
+                self._queue.task_done()
+
+
+def judge_aside(work: Work, deadline_s: float) -> Judged:
+    """In a process of its own, which is killed when its time is over."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(theirs, work), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(deadline_s):
+            return _unjudged(work, f"the simulation took longer than {deadline_s:g} s")
+        found = ours.recv()
+        assert isinstance(found, Judged), found
+        return found
+    except EOFError:
+        return _unjudged(work, "the simulation's process ended before it was done")
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+
+
+def judge_here(work: Work) -> Judged:
+    """In this process. What it cannot simulate it says."""
+    try:
+        return judge(*work)
+    except Exception as error:  # whatever a fleet's numbers lead to: the watch goes on
+        return _unjudged(work, f"{type(error).__name__}: {error}")
+
+
+def _child(results: Connection, work: Work) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICENESS)
+    results.send(judge_here(work))
+
+
+def _unjudged(work: Work, why_not: str) -> Judged:
+    return Judged(work[0], measured_of(work[0]), factors=work[2], why_not=why_not)

@@ -1,0 +1,171 @@
+"""What the fleet's replicas are made of: a preset or a profile, with the memory that they report,
+and step times corrected by those that they show.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from kunserve.core.errors import ConfigError, KunServeError
+from kunserve.core.ids import RequestId
+from kunserve.core.step import Chunk
+from kunserve.model.config import read_spec
+from kunserve.model.profile import read_profile
+from kunserve.model.source import resolve_model
+from kunserve_lab.observer.readings.change import Change, together
+from kunserve_lab.observer.readings.page import Reading
+from kunserve_lab.sim.costs import cpu_profile
+from kunserve_lab.sim.devices import find_device
+from kunserve_lab.sim.models import SimModel, find_model, from_spec
+from kunserve_lab.sim.profile import InstanceProfile, StepTimes, gpu_profile
+
+LEAST_INTERVALS = 5
+"""Between readings in which tokens came: with fewer a preset's step times stand as they are."""
+PRIOR_WEIGHT = 0.1
+"""Of the one common factor, against all intervals, where two factors are sought."""
+LEAST_FACTOR, MOST_FACTOR = 0.02, 50.0
+_NOBODY = RequestId("nobody")
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What the command line says of the replicas."""
+
+    model: str | None = None
+    """None: as the servers call it."""
+    device: str = "a100"
+    gpus_per_instance: int | None = None
+    profile: Path | None = None
+    """A file of ``kunserve profile``, for replicas on CPUs."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Step times of the fleet over those of its preset."""
+
+    decode: float = 1.0
+    prompt: float = 1.0
+    num_intervals: int = 0
+    """That they were fitted to; 0: none, the preset stands."""
+
+
+class FleetTimes:
+    """Implements ``StepTimes``: those of a preset, decodes and prompts each times a factor."""
+
+    def __init__(self, times: StepTimes, factors: Factors) -> None:
+        self._times = times
+        self._factors = factors
+
+    def stage_s(self, chunks: Sequence[Chunk], num_layers: int, is_last: bool) -> float:
+        """See ``StepTimes``."""
+        factors = self._factors
+        whole_s = self._times.stage_s(chunks, num_layers, is_last)
+        decodes = [chunk for chunk in chunks if chunk[2] == 1]
+        if len(decodes) == len(chunks):
+            return whole_s * factors.decode
+        if not decodes:
+            return whole_s * factors.prompt
+        decode_s = min(whole_s, self._times.stage_s(decodes, num_layers, is_last))
+        return decode_s * factors.decode + (whole_s - decode_s) * factors.prompt
+
+
+def preset_of(made: Made, reading: Reading) -> InstanceProfile:
+    """A replica of the fleet by its preset, with the KV memory that it reports.
+
+    Raises ConfigError, which says which flag is missing.
+    """
+    size = reading.block_size
+    if made.profile is not None:
+        measured = read_profile(made.profile)
+        model = _model(made.model or measured.subject.model)
+        plenty = 2 * model.weights_bytes + reading.capacity_tokens * model.num_layers * 65536
+        profile = cpu_profile(model, measured.serving, measured.alone, size, plenty)
+    else:
+        model = _model(made.model or reading.model)
+        device = find_device(made.device)
+        profile = gpu_profile(
+            model, device, made.gpus_per_instance, memory_utilization=0.95, block_size=size
+        )
+    return with_memory(profile, reading.capacity_blocks)
+
+
+def with_memory(profile: InstanceProfile, capacity_blocks: int) -> InstanceProfile:
+    """The same with so many blocks of KV beside whole weights."""
+    spec = profile.spec
+    weights_bytes = spec.memory_bytes - spec.kv_units * spec.unit_bytes
+    kv_units = max(1, capacity_blocks) * spec.num_layers
+    memory_bytes = weights_bytes + kv_units * spec.unit_bytes
+    return replace(profile, spec=replace(spec, kv_units=kv_units, memory_bytes=memory_bytes))
+
+
+def corrected(profile: InstanceProfile, factors: Factors) -> InstanceProfile:
+    """The same with the fleet's own step times."""
+    alone = profile.times_alone
+    return replace(
+        profile,
+        times=FleetTimes(profile.times, factors),
+        times_alone=None if alone is None else FleetTimes(alone, factors),
+    )
+
+
+def fit_factors(profile: InstanceProfile, changes: Iterable[Change], max_tokens: int) -> Factors:
+    """How much slower the fleet is than its preset: at decodes, and at prompts beside them.
+
+    Each interval gives its mean time between tokens, how many requests decoded, how long they
+    were, and how many tokens of prompts a step brought.
+    """
+    found = [row for change in changes for row in [_interval(profile, change, max_tokens)] if row]
+    if len(found) < LEAST_INTERVALS:
+        return Factors()
+    rows = np.array(found)
+    common = float(np.median(1.0 / rows.sum(axis=1)))
+    weight = np.sqrt(PRIOR_WEIGHT * len(rows))
+    left = np.vstack([rows, weight * np.eye(2) * rows.mean(axis=0)])
+    right = np.concatenate([np.ones(len(rows)), weight * common * rows.mean(axis=0)])
+    decode, prompt = np.clip(np.linalg.lstsq(left, right, rcond=None)[0], LEAST_FACTOR, MOST_FACTOR)
+    return Factors(float(decode), float(prompt), len(rows))
+
+
+def _interval(
+    profile: InstanceProfile, change: Change, max_tokens: int
+) -> tuple[float, float] | None:
+    """What the preset says of decodes and of prompts, as shares of the time that was measured."""
+    gaps = change.histograms.get("itl")
+    measured_s = None if gaps is None else gaps.mean
+    num = min(change.before.num_running, change.after.num_running)
+    if gaps is None or measured_s is None or measured_s <= 0 or num < 1 or gaps.count < num:
+        return None  # it was idle for a part of the time, so steps cannot be counted
+    usage = (change.before.kv_usage + change.after.kv_usage) / 2
+    num = (change.before.num_running + change.after.num_running) / 2
+    context = max(1, int(usage * change.after.capacity_tokens / num))
+    num_steps = max(1.0, change.elapsed_s / measured_s)
+    decoding = max(1, round(gaps.count / num_steps))
+    tokens = min(float(max_tokens), change.amounts.get("prompt_tokens", 0.0) / num_steps)
+    decodes = [Chunk(_NOBODY, context, 1, True)] * decoding
+    layers = profile.spec.num_layers
+    decode_s = profile.times.stage_s(decodes, layers, True)
+    inputs = together([change], "input_tokens")
+    lump = int(max(2.0, min(max_tokens, (inputs.mean if inputs else None) or max_tokens)))
+    both_s = profile.times.stage_s([*decodes, Chunk(_NOBODY, 0, lump, True)], layers, True)
+    return decode_s / measured_s, tokens / lump * (both_s - decode_s) / measured_s
+
+
+def _model(name: str) -> SimModel:
+    """Built in, or by the description in a folder."""
+    try:
+        return find_model(name)
+    except ConfigError as unknown:
+        path = Path(name).expanduser()
+        if not name or not path.exists():
+            raise ConfigError(
+                f"what model {name!r} is made of is not known. Give --model: a folder or .gguf "
+                f"file of it, or a name that `kunserve simulate --list` shows ({unknown})"
+            ) from None
+    try:
+        return from_spec(read_spec(resolve_model(str(path)), "bfloat16"))
+    except KunServeError as error:
+        raise ConfigError(f"--model {name}: {error}") from None

@@ -1,0 +1,1 @@
+"""Terminal lines, JSON lines, `/metrics` of its own, and a report of a day."""

@@ -1,0 +1,224 @@
+"""Watches until it is told to stop, or reads what was recorded; says what it sees."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from kunserve.core.errors import ConfigError
+from kunserve_lab.observer.episodes.aside import Judging, judge_here
+from kunserve_lab.observer.episodes.episode import Episode
+from kunserve_lab.observer.episodes.what_if import Judged
+from kunserve_lab.observer.fleet import Made
+from kunserve_lab.observer.output.endpoint import Endpoint
+from kunserve_lab.observer.output.report import report_html, write_report
+from kunserve_lab.observer.output.show import Shower, shower_of
+from kunserve_lab.observer.readings.page import Reading
+from kunserve_lab.observer.readings.prometheus import read_prometheus, seconds_of
+from kunserve_lab.observer.readings.record import Recorder, by_moment, read_record, usual_period_s
+from kunserve_lab.observer.readings.scrape import Scraper
+from kunserve_lab.observer.session import Session
+
+FIRST_S = 15.0
+"""In which the first server must have answered."""
+MOST_EPISODES = 500
+"""That a report tells of; of more, the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the command line asks for."""
+
+    made: Made = field(default_factory=Made)
+    urls: tuple[str, ...] = ()
+    file: Path | None = None
+    """A record, instead of servers."""
+    prometheus: str | None = None
+    since: str = "24h"
+    step_s: float = 15.0
+    selector: str = ""
+    period_s: float = 1.0
+    duration_s: float | None = None
+    """Of watching; None: until it is told to stop."""
+    api_key: str | None = None
+    host: str = "127.0.0.1"
+    port: int | None = None
+    record: Path | None = None
+    report: Path | None = None
+    as_json: bool = False
+
+
+class Observer:
+    """One run of ``kunserve observe``."""
+
+    def __init__(self, settings: Settings, shower: Shower | None = None) -> None:
+        self.settings = settings
+        self.judged: list[Judged] = []
+        self._shower = shower or shower_of(settings.as_json, sys.stdout)
+        self._session = Session(settings.made, settings.period_s)
+        self._endpoint: Endpoint | None = None
+
+    # A record or a Prometheus server
+
+    def replay(self) -> None:
+        """Everything that a record or a Prometheus server has, at once. Raises ConfigError."""
+        settings = self.settings
+        if settings.file is not None:
+            readings = read_record(settings.file)
+            period_s = usual_period_s(readings)
+        else:
+            assert settings.prometheus is not None
+            period_s = settings.step_s
+            readings = asyncio.run(
+                read_prometheus(
+                    settings.prometheus,
+                    seconds_of(settings.since),
+                    period_s,
+                    time.time(),
+                    settings.selector,
+                )
+            )
+        self._session = Session(settings.made, period_s)
+        try:
+            self._replay(readings, period_s)
+        finally:
+            self._shower.close()
+        self._write_report()
+
+    def _replay(self, readings: Sequence[Reading], period_s: float) -> None:
+        for group in by_moment(readings, period_s):
+            view, episode = self._session.feed(group, max(one.time_s for one in group))
+            if self.settings.as_json:
+                self._shower.show(view, {})
+            if episode is not None:
+                self._judge_here(episode)
+        last = self._session.close()
+        if last is not None:
+            self._judge_here(last)
+
+    def _judge_here(self, episode: Episode) -> None:
+        self._session.refit()
+        factors = self._session.factors
+        work = (episode, self._session.profile(), factors, self.settings.made)
+        self._tell(judge_here(work))
+
+    # Live
+
+    async def watch(self, stop: asyncio.Event | None = None) -> None:
+        """Look at the servers until the time is over or ``stop`` is set. Raises ConfigError."""
+        settings = self.settings
+        stop = stop or _stop_at_signals()
+        scraper = Scraper(settings.urls, settings.period_s, settings.api_key)
+        judging = Judging(self._tell)
+        recorder = None if settings.record is None else Recorder(settings.record)
+        async with aiohttp.ClientSession() as session:
+            try:
+                await self._open_endpoint()
+                scraper.start(session)
+                await _first_answer(scraper, stop)
+                judging.start()
+                await self._look_on(scraper, judging, recorder, stop)
+            finally:
+                await scraper.stop()
+                await judging.finish()
+                self._shower.close()
+                if self._endpoint is not None:
+                    await self._endpoint.stop()
+                if recorder is not None:
+                    recorder.close()
+        self._write_report()
+
+    async def _look_on(
+        self, scraper: Scraper, judging: Judging, recorder: Recorder | None, stop: asyncio.Event
+    ) -> None:
+        settings, session = self.settings, self._session
+        end_s = float("inf") if settings.duration_s is None else settings.duration_s
+        began_s = time.monotonic()
+        while not stop.is_set() and time.monotonic() - began_s < end_s:
+            readings = scraper.take()
+            if recorder is not None and readings:
+                recorder.write(readings)
+            view, episode = session.feed(readings, time.time())
+            self._shower.show(view, scraper.errors)
+            if self._endpoint is not None:
+                self._endpoint.show(view)
+            self._give(judging, episode)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), settings.period_s)
+        self._give(judging, session.close())
+
+    def _give(self, judging: Judging, episode: Episode | None) -> None:
+        if episode is not None:
+            session = self._session
+            session.refit()
+            judging.give((episode, session.profile(), session.factors, self.settings.made))
+
+    async def _open_endpoint(self) -> None:
+        if self.settings.port is not None:
+            self._endpoint = Endpoint(self.page)
+            port = await self._endpoint.start(self.settings.host, self.settings.port)
+            print(f"http://{self.settings.host}:{port}/ and /metrics", file=sys.stderr)
+
+    # What both do
+
+    def page(self) -> str:
+        """The report so far."""
+        return report_html(tuple(self._session.history), tuple(self.judged), self._conditions())
+
+    def _tell(self, judged: Judged) -> None:
+        self.judged = [*self.judged, judged][-MOST_EPISODES:]
+        self._shower.tell(judged)
+        if self._endpoint is not None:
+            self._endpoint.metrics.tell(judged)
+
+    def _write_report(self) -> None:
+        if self.settings.report is None:
+            return
+        try:
+            history = tuple(self._session.history)
+            write_report(self.settings.report, history, self.judged, self._conditions())
+        except OSError as error:
+            raise ConfigError(f"--report {self.settings.report}: {error.strerror}") from None
+
+    def _conditions(self) -> list[tuple[str, str]]:
+        made, factors = self.settings.made, self._session.factors
+        source = ", ".join(self.settings.urls) or self.settings.prometheus or self.settings.file
+        costs = f"profile {made.profile}" if made.profile else f"preset {made.device}"
+        return [
+            ("read from", str(source)),
+            ("replicas", ", ".join(self._session.replicas)),
+            ("model", made.model or "as the servers call it"),
+            ("step times", f"{costs}; decodes x{factors.decode:.2f}, prompts x{factors.prompt:.2f}"
+             f" by {factors.num_intervals} intervals of the fleet"),
+            ("limits of a step", f"{made.max_num_batched_tokens} tokens, {made.max_num_seqs} "
+             "requests"),
+        ]  # fmt: skip
+
+
+async def _first_answer(scraper: Scraper, stop: asyncio.Event) -> None:
+    """Wait until one server has answered. Raises ConfigError, which tells of each why it did not.
+
+    A fleet of which one is down is watched; one of which none can be read is a mistake.
+    """
+    deadline_s = time.monotonic() + FIRST_S
+    while not stop.is_set():
+        if any(target.answered for target in scraper.targets):
+            return
+        if all(target.error for target in scraper.targets) or time.monotonic() > deadline_s:
+            errors = [target.error or "no answer yet" for target in scraper.targets]
+            raise ConfigError("; ".join(errors))
+        await asyncio.sleep(0.05)
+
+
+def _stop_at_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, stop.set)
+    return stop
