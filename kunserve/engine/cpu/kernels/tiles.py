@@ -1,4 +1,4 @@
-"""Whether kernels with AMX tiles may run in this process, and whether what they compute is right."""
+"""Whether kernels with AMX tiles may run in this process, and compute what is right."""
 
 import ctypes
 import functools
