@@ -18,8 +18,13 @@ import kunserve
 from kunserve.core.code import code_of
 from kunserve.core.config import MIB, ClusterConfig, InstanceConfig, ModelConfig, ServerConfig
 from kunserve.core.errors import ConfigError
-from kunserve.engine.cpu.kernels.build import find_or_build
-from kunserve.engine.cpu.kernels.levels import VARIABLE, fitting_levels
+from kunserve.engine.cpu.kernels.build import find_or_build, of_level
+from kunserve.engine.cpu.kernels.levels import (
+    asked_level,
+    fitting_levels,
+    levels_of,
+    processor_features,
+)
 from kunserve.engine.memory.arena import Arena
 from kunserve.engine.memory.free_memory import PROCESS_BYTES, available_bytes, front_bytes_left
 from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES
@@ -57,12 +62,10 @@ def _processor() -> Iterator[Finding]:
     levels = fitting_levels()
     name = levels[0].name if levels else platform.machine()
     cores = len(os.sched_getaffinity(0))
-    has_bf16 = bool(levels) and "bf16" in levels[0].name
+    has_bf16 = bool(levels) and "avx512_bf16" in levels[0].needs
     text = f"{cores} usable cores, {name}"
     if not has_bf16:
         text += "; no AVX-512 BF16, so kernels compute bfloat16 in float32"
-    for level in set(fitting_levels(untried=True)) - set(levels):
-        text += f"; {VARIABLE}={level.name} has kernels for it that were never tried"
     yield Finding("ok" if has_bf16 else "note", "processor", text)
 
 
@@ -77,6 +80,19 @@ def _nodes() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     yield Finding("ok", "kernels", str(find_or_build()))
+    for level in levels_of(platform.machine()) if asked_level() is None else ():
+        if not level.has_tiles:
+            continue
+        lacking = ", ".join(sorted(level.needs - processor_features()))
+        if lacking:
+            yield Finding("ok", "AMX", f"not used: this processor has no {lacking}")
+            continue
+        try:
+            of_level(level)
+        except ConfigError as error:
+            yield Finding("note", "AMX", f"not used: {error}")
+        else:
+            yield Finding("ok", "AMX", "used: Linux gives its tiles, and a product came out right")
 
 
 def _memory() -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """What ``kunserve doctor`` finds, and what it says of it."""
 
 import socket
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -9,6 +10,7 @@ from kunserve.cli import main
 from kunserve.cluster.processes import launch
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
+from kunserve.engine.cpu.kernels import levels
 from kunserve.engine.memory import address_space
 from kunserve_extras import doctor
 from tests.fakecuda.library import build
@@ -47,6 +49,31 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(doctor, "find_or_build", refuse)
     assert found("kernels") == [doctor.Finding("STOP", "kernels", "no compiler")]
+
+
+@pytest.mark.parametrize(
+    ("lacks", "refused", "wanted"),
+    [
+        ({"amx_tile"}, None, ("ok", "not used: this processor has no amx_tile")),
+        (set(), "Linux refuses", ("note", "not used: Linux refuses")),
+        (set(), None, ("ok", "used: Linux gives its tiles, and a product came out right")),
+    ],
+)
+def test_tiles(monkeypatch: pytest.MonkeyPatch, lacks: set, refused: str | None, wanted) -> None:
+    """Whatever this machine has: both answers are given here."""
+
+    def answer(level: levels.Level) -> Path:
+        if refused is not None:
+            raise ConfigError(refused)
+        return Path("kernels.so")
+
+    (amx,) = (level for level in levels.LEVELS if level.has_tiles)
+    monkeypatch.delenv(levels.VARIABLE, raising=False)
+    monkeypatch.setattr(doctor.platform, "machine", lambda: amx.machine)
+    monkeypatch.setattr(doctor, "processor_features", lambda: amx.needs - lacks)
+    monkeypatch.setattr(doctor, "of_level", answer)
+    (finding,) = found("AMX")
+    assert (finding.verdict, finding.text) == wanted
 
 
 def test_a_kernel_that_cannot_move_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,7 @@ class ReferenceDecoder(Decoder):
     """An operation at a time around plain attention, where ``Decoder`` calls C for a stage."""
 
     fused = None
+    attention: type[ReferenceAttention] | type[FusedAttention] = ReferenceAttention
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class ReferenceDecoder(Decoder):
         num_threads: int,
     ) -> None:
         super().__init__(spec, weights, kv_base_address, block_size, num_threads)
-        self._attention = ReferenceAttention(spec, kv_base_address, block_size)
+        self._attention = self.attention(spec, kv_base_address, block_size)
         self._place = kernel("kun_place", self._dtype)
 
     def forward(
@@ -127,11 +128,14 @@ class ReferenceDecoder(Decoder):
         self._add(mixed, weights.o, weights.o_bias, weights.attention_out_norm, hidden)
         rms_norm(hidden, weights.post_norm, eps, normed, offset)
         if self._spec.experts is not None:
-            add_experts(normed, hidden, weights, self._spec, run_expert)
+            self._add_experts(layer, normed, hidden)
             return
         gate = Finish.GEGLU if self._spec.has_gelu else Finish.SWIGLU
         linear(normed, weights.gate_up, weights.gate_up_bias, gated, gate)
         self._add(gated, weights.down, weights.down_bias, weights.mlp_out_norm, hidden)
+
+    def _add_experts(self, layer: int, normed: torch.Tensor, hidden: torch.Tensor) -> None:
+        add_experts(normed, hidden, self._weights.layers[layer], self._spec, run_expert)
 
     def _add(
         self,
@@ -153,12 +157,36 @@ def run_expert(x: torch.Tensor, gate_up: Matrix, down: Matrix) -> torch.Tensor:
     return linear(linear(x, gate_up, finish=Finish.SWIGLU), down, finish=Finish.FLOAT)
 
 
+class FedAlikeDecoder(ReferenceDecoder):
+    """An operation at a time, by the very kernels that a stage is made of.
+
+    So each product gets the same bits as in a stage. With plain attention they would differ in the
+    last one, in another way on each processor, and what lies there between two of the steps to
+    which products with quantised weights round would go up here and down there.
+    """
+
+    attention = FusedAttention
+
+    def _add_experts(self, layer: int, normed: torch.Tensor, hidden: torch.Tensor) -> None:
+        """From the scratch's ``normed``, where these are."""
+        run = kernel("kun_experts", self._dtype)
+        run(self._model, self._layers[layer], self._buffers(hidden), len(hidden))
+
+
 class ReferenceBackend(CpuBackend):
     """A CPU whose steps are computed plainly."""
+
+    decoder_type: type[ReferenceDecoder] = ReferenceDecoder
 
     def decoder(
         self, spec: ModelSpec, weights: ModelWeights, memory: Memory, config: InstanceConfig
     ) -> ReferenceDecoder:
         """See ``Backend``."""
         at = memory.shards[0].kv_base_address
-        return ReferenceDecoder(spec, weights, at, config.block_size, config.num_threads)
+        return self.decoder_type(spec, weights, at, config.block_size, config.num_threads)
+
+
+class FedAlikeBackend(ReferenceBackend):
+    """A CPU whose steps are computed an operation at a time."""
+
+    decoder_type = FedAlikeDecoder

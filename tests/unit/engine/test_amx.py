@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from kunserve.engine.cpu.kernels.build import FLAGS, SOURCES
 from kunserve.engine.cpu.kernels.levels import LEVELS
 from kunserve.engine.cpu.kernels.ops import Finish, linear
+from kunserve.engine.cpu.kernels.tiles import why_not
 
 HERE = Path(__file__).parent / "amx"
 PARTS = [HERE / "linears.c", SOURCES / "pool.c", SOURCES / "amx.c"]
@@ -32,14 +33,20 @@ def compile_parts(target: Path, *flags: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def by_amx(tmp_path_factory: pytest.TempPathFactory) -> Linear:
-    """``ops.linear`` of bfloat16 through tiles."""
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library whose products of bfloat16 go through tiles that are done in C."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc")
     target = tmp_path_factory.mktemp("amx") / "linears.so"
     emulation = ("-DKUN_AMX", "-DKUN_AMX_INSTRUCTIONS=<instructions.h>", f"-I{HERE}")
     compile_parts(target, "-march=native", *emulation)
-    library = ctypes.CDLL(str(target))
+    return target
+
+
+@pytest.fixture(scope="module")
+def by_amx(emulated: Path) -> Linear:
+    """``ops.linear`` of bfloat16 through tiles."""
+    library = ctypes.CDLL(str(emulated))
     library.kun_linear_bf16.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int)
 
     def run(
@@ -131,6 +138,11 @@ def test_numbers_too_small_to_be_normal_count_as_zero(by_amx: Linear):
     x[0, 0], w[0, 0] = 2.0**-127, 2.0**10
     x[0, 1], w[0, 1] = 2.0**-70, 2.0**-60
     assert by_amx(x, w, finish=Finish.FLOAT).item() == 0
+
+
+def test_kernels_with_tiles_pass_their_trial(emulated: Path):
+    """As they are tried before a server takes them."""
+    assert why_not(emulated) is None
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")

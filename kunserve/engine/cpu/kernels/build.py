@@ -2,6 +2,7 @@
 
 ``python -m kunserve.engine.cpu.kernels.build`` compiles for this very processor, at install time. A
 wheel brings a library for each level of ``levels.py``. Whoever has neither compiles at first use.
+Where the processor has AMX, the level with tiles comes first, once it is tried (``tiles.py``).
 ``KUNSERVE_KERNELS`` in the environment names one of these levels, which is taken then.
 """
 
@@ -18,7 +19,6 @@ from pathlib import Path
 
 from kunserve.core.errors import ConfigError
 from kunserve.engine.cpu.kernels.levels import (
-    VARIABLE,
     Level,
     asked_level,
     fitting_levels,
@@ -26,6 +26,7 @@ from kunserve.engine.cpu.kernels.levels import (
     processor_features,
     processor_text,
 )
+from kunserve.engine.cpu.kernels.tiles import why_not
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,17 @@ def find_or_build() -> Path:
     """The best library for this processor: compiled for it, else shipped, else compiled now.
 
     Or that of the level that ``KUNSERVE_KERNELS`` names. Raises ``ConfigError`` if it must be
-    compiled and cannot be, or if there is no such level for this processor.
+    compiled and cannot be, or if there is no such level for this processor, or Linux refuses it.
     """
     asked = asked_level()
     if asked is not None:
-        return _of_level(asked)
+        return of_level(asked)
+    for level in fitting_levels():
+        try:
+            if level.has_tiles:
+                return of_level(level)
+        except ConfigError as error:
+            logger.warning("the next best kernels are taken: %s", error)
     folders = _folders()
     found = _readable(folders, _native_name(())) or _shipped()
     if found is not None:
@@ -89,15 +96,15 @@ def build_level(level: Level) -> Path:
     return _compile_somewhere(_command_for(level), name)
 
 
-def _of_level(level: Level) -> Path:
-    if level.untried:
-        logger.warning(
-            "kernels %s, as %s asks, were never run on such a processor: compare what they answer "
-            "with the default's before you trust them",
-            level.name,
-            VARIABLE,
-        )
-    return _readable((SHIPPED,), _name_of(level)) or build_level(level)
+def of_level(level: Level) -> Path:
+    """The library for a level that the processor can run, shipped or compiled.
+
+    Raises ``ConfigError`` without one, and if Linux refuses its tiles or they compute wrongly.
+    """
+    path = _readable((SHIPPED,), _name_of(level)) or build_level(level)
+    if level.has_tiles and (reason := why_not(path)):
+        raise ConfigError(f"kernels {level.name} cannot be used: {reason}")
+    return path
 
 
 def _compile_somewhere(command: list[str], name: str) -> Path:
@@ -174,12 +181,10 @@ def _has_wide_vectors(features: frozenset[str]) -> bool:
 
 
 def _shipped() -> Path | None:
-    """The best library of the wheel that this processor can run, if the wheel brings any."""
-    for level in fitting_levels():
-        found = _readable((SHIPPED,), _name_of(level))
-        if found is not None:
-            return found
-    return None
+    """The best library without tiles that the wheel brings for this processor, if any."""
+    levels = (level for level in fitting_levels() if not level.has_tiles)
+    found = (_readable((SHIPPED,), _name_of(level)) for level in levels)
+    return next((path for path in found if path is not None), None)
 
 
 def _readable(folders: tuple[Path, ...], name: str) -> Path | None:
@@ -218,3 +223,6 @@ def _folders() -> tuple[Path, ...]:
 
 if __name__ == "__main__":
     sys.stdout.write(f"{build(force='--force' in sys.argv)}\n")
+    for level in fitting_levels():
+        if level.has_tiles:
+            sys.stdout.write(f"{build_level(level)}\n")

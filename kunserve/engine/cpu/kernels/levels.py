@@ -25,8 +25,8 @@ class Level:
     """For the compiler, beside those that every build has."""
     needs: frozenset[str]
     """Features, as ``/proc/cpuinfo`` spells them."""
-    untried: bool = False
-    """Never run on such a processor, so it is taken only by its name."""
+    has_tiles: bool = False
+    """Of AMX, which Linux gives on demand, so the kernels are tried before they are taken."""
 
 
 _V4_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
@@ -38,7 +38,7 @@ LEVELS = (
         "x86_64",
         (*_V4_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-DKUN_AMX"),
         _V4_BF16 | {"amx_bf16", "amx_tile"},
-        untried=True,
+        has_tiles=True,
     ),
     Level("x86-64-v4-bf16", "x86_64", _V4_BF16_FLAGS, _V4_BF16),
     Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
@@ -53,11 +53,10 @@ def levels_of(machine: str) -> tuple[Level, ...]:
     return tuple(level for level in LEVELS if level.machine == machine)
 
 
-def fitting_levels(*, untried: bool = False) -> tuple[Level, ...]:
-    """The levels that this processor can run, best first; those that are untried if asked to."""
+def fitting_levels() -> tuple[Level, ...]:
+    """The levels that this processor can run, best first."""
     features = processor_features()
-    levels = (level for level in levels_of(platform.machine()) if level.needs <= features)
-    return tuple(level for level in levels if untried or not level.untried)
+    return tuple(level for level in levels_of(platform.machine()) if level.needs <= features)
 
 
 def asked_level() -> Level | None:
@@ -71,7 +70,7 @@ def asked_level() -> Level | None:
 
 def level_named(name: str) -> Level:
     """A level by its name. Raises ``ConfigError`` if none has it, or it cannot run here."""
-    fitting = {level.name: level for level in fitting_levels(untried=True)}
+    fitting = {level.name: level for level in fitting_levels()}
     if name in fitting:
         return fitting[name]
     here = ", ".join(fitting) or "none"

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import os
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from typing import Any
@@ -214,13 +213,8 @@ def library() -> ctypes.CDLL:
     Raises ``ConfigError`` if they cannot be compiled, or if Linux refuses what they need.
     """
     global _is_loaded
-    path = find_or_build()
-    loaded = load(str(path))
+    loaded = load(str(find_or_build()))
     _is_loaded = True
-    refused: int = loaded.kun_allow_amx()
-    if refused:
-        why = os.strerror(refused)
-        raise ConfigError(f"Linux refuses this process the AMX tiles of {path.name}: {why}")
     return loaded
 
 

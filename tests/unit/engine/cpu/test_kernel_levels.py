@@ -2,6 +2,7 @@
 
 import logging
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,9 +14,9 @@ from kunserve.engine.cpu.kernels import build as build_module
 from kunserve.engine.cpu.kernels import levels
 from kunserve.engine.cpu.kernels.build import build_shipped, find_or_build
 from kunserve.engine.cpu.kernels.levels import LEVELS, VARIABLE, fitting_levels, levels_of
+from kunserve.engine.cpu.kernels.tiles import why_not
 
 X86 = {level.name: level for level in LEVELS if level.machine == "x86_64"}
-TRIED = [name for name, level in X86.items() if not level.untried]
 AMX = "x86-64-v4-amx"
 
 
@@ -28,6 +29,7 @@ def wheel(monkeypatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(build_module, "_folders", lambda: (tmp_path / "compiled",))
     monkeypatch.setattr(build_module.shutil, "which", lambda name: None)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build_module, "why_not", lambda path: None)
     for level in X86.values():
         (shipped / build_module._name_of(level)).touch()
     return shipped
@@ -38,26 +40,71 @@ def processor(monkeypatch, *features: str) -> None:
     monkeypatch.setattr(levels, "_cpuinfo", text.splitlines)
 
 
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize("name", X86)
 def test_a_processor_gets_the_best_library_that_it_can_run(monkeypatch, wheel, name) -> None:
     processor(monkeypatch, *X86[name].needs, "something_else")
     assert find_or_build().name.startswith(f"kernels-{name}-")
 
 
-def test_kernels_that_were_never_run_are_taken_by_name_only(monkeypatch, wheel, caplog) -> None:
+def test_tiles_come_before_what_was_compiled_here(monkeypatch, wheel) -> None:
     processor(monkeypatch, *X86[AMX].needs)
-    assert find_or_build().name.startswith("kernels-x86-64-v4-bf16-")
-    assert not caplog.records
-    monkeypatch.setenv(VARIABLE, AMX)
+    compiled_here(wheel)
     assert find_or_build().name.startswith(f"kernels-{AMX}-")
-    assert f"{AMX}, as {VARIABLE} asks, were never run on such a processor" in caplog.text
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_tiles_that_cannot_be_used_are_told_of(monkeypatch, wheel, caplog, is_compiled) -> None:
+    """By default the next best kernels are taken. Who asks for tiles by name gets these or none."""
+    processor(monkeypatch, *X86[AMX].needs)
+    compiled = compiled_here(wheel) if is_compiled else None
+    monkeypatch.setattr(build_module, "why_not", lambda path: "Linux refuses")
+    found = find_or_build()
+    assert found == compiled or found.name.startswith("kernels-x86-64-v4-bf16-")
+    text = f"kernels {AMX} cannot be used: Linux refuses"
+    assert f"the next best kernels are taken: {text}" in caplog.text
+    monkeypatch.setenv(VARIABLE, AMX)
+    with pytest.raises(ConfigError, match=text):
+        find_or_build()
+
+
+LIBRARY = """
+#include <stdint.h>
+#include <string.h>
+int32_t kun_allow_amx(void) { return REFUSAL; }
+void kun_linear_bf16(void *x, void *w, void *bias, float *y, int64_t m, int64_t n) {
+  memset(y, 0, (size_t)(m * n) * 4);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+@pytest.mark.parametrize(
+    ("refusal", "wanted"),
+    [(1, r"Linux refuses this process the tiles \(Operation not"), (0, "came out wrong")],
+)
+def test_a_library_is_asked_for_tiles_and_a_product(tmp_path: Path, refusal, wanted) -> None:
+    (tmp_path / "a.c").write_text(LIBRARY)
+    command = ["gcc", "-shared", "-fPIC", f"-DREFUSAL={refusal}", "-o", tmp_path / "a.so"]
+    subprocess.run([*command, tmp_path / "a.c"], check=True)
+    assert re.search(wanted, str(why_not(tmp_path / "a.so")))
+    assert "cannot be loaded" in str(why_not(tmp_path / "none.so"))
+
+
+def test_products_that_are_right_pass() -> None:
+    """Whatever level this processor runs: it needs no tiles for this."""
+    assert why_not(find_or_build()) is None
+
+
+def compiled_here(wheel: Path) -> Path:
+    compiled = wheel.parent / "compiled" / build_module._native_name(())
+    compiled.parent.mkdir()
+    compiled.touch()
+    return compiled
 
 
 def test_a_level_by_name_comes_before_what_was_compiled_here(monkeypatch, wheel) -> None:
     processor(monkeypatch, *X86["x86-64-v4"].needs)
-    compiled = wheel.parent / "compiled" / build_module._native_name(())
-    compiled.parent.mkdir()
-    compiled.touch()
+    compiled = compiled_here(wheel)
     monkeypatch.setenv(VARIABLE, "x86-64-v3")
     assert find_or_build().name.startswith("kernels-x86-64-v3-")
     monkeypatch.setenv(VARIABLE, "")
@@ -106,9 +153,7 @@ def test_a_library_of_other_sources_is_not_taken(monkeypatch, wheel) -> None:
 
 def test_what_was_compiled_for_this_very_processor_comes_first(monkeypatch, wheel) -> None:
     processor(monkeypatch, *X86["x86-64-v3"].needs)
-    compiled = wheel.parent / "compiled" / build_module._native_name(())
-    compiled.parent.mkdir()
-    compiled.touch()
+    compiled = compiled_here(wheel)
     assert find_or_build() == compiled
 
 
@@ -142,8 +187,7 @@ def test_slow_kernels_are_told_of(monkeypatch, caplog) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads this machine's own features")
 def test_this_processor_is_read() -> None:
-    assert set(fitting_levels(untried=True)) <= set(X86.values())
-    assert {level.name for level in fitting_levels()} <= set(TRIED)
+    assert set(fitting_levels()) <= set(X86.values())
     assert "sse2" in levels.processor_features()
 
 
