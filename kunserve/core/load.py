@@ -85,9 +85,9 @@ def one_more(
     counts: tuple[int, ...], bounds: Sequence[float], value: float, num: int = 1
 ) -> tuple[int, ...]:
     """The counts with a value in its class, ``num`` times."""
-    counts = counts or (0,) * (len(bounds) + 1)
-    place = bisect_left(bounds, value)
-    return (*counts[:place], counts[place] + num, *counts[place + 1 :])
+    grown = list(counts) or [0] * (len(bounds) + 1)
+    grown[bisect_left(bounds, value)] += num
+    return tuple(grown)
 
 
 def _sum(one: Any, other: Any) -> Any:

@@ -12,7 +12,6 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request
 from kunserve_extras.fronts.accounts import ServerAccounts
 from kunserve_extras.fronts.wire import (
-    FROM_FRONT,
     Abort,
     Answer,
     Call,
@@ -69,7 +68,7 @@ class FrontService:
         self._tokens: list[TokenOutput] = []
         """To be sent when this turn of the event loop is over."""
         self._calls: set[asyncio.Task[None]] = set()
-        self.link: Link[FromFront] = Link(FROM_FRONT, self._hear, self._end)
+        self.link: Link[FromFront] = Link(self._hear, self._end)
 
     @property
     def has_spoken(self) -> bool:

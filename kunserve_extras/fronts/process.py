@@ -20,7 +20,7 @@ from kunserve.server.start.serve import Drain, serve
 from kunserve.server.telemetry.request_metrics import RecentValues
 from kunserve_extras.fronts.remote import RemoteEngine
 from kunserve_extras.fronts.tally import counts_of
-from kunserve_extras.fronts.wire import FROM_CONTROLLER, Counted, FromController, Link, Welcome
+from kunserve_extras.fronts.wire import Counted, FromController, Link, Welcome
 
 COUNT_PERIOD_S = 0.2
 FAMILIES_EVERY = 5
@@ -93,7 +93,7 @@ async def _run(link_fd: int, listener: socket.socket) -> None:
             one.tell(with_families=True)
 
     engine = RemoteEngine(count, drain.request)
-    link: Link[FromController] = Link(FROM_CONTROLLER, engine.hear, engine.end)
+    link: Link[FromController] = Link(engine.hear, engine.end)
     loop = asyncio.get_running_loop()
     await loop.create_connection(lambda: link, sock=socket.socket(fileno=link_fd))
     engine.use(link)

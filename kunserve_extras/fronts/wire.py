@@ -4,7 +4,7 @@ import asyncio
 import struct
 import time
 from collections.abc import Callable
-from typing import Generic, TypeAlias, TypeVar, cast
+from typing import Generic, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
 
@@ -22,7 +22,7 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request
 from kunserve.core.snapshots import ClusterState
 from kunserve.model.generation_config import SamplingDefaults
-from kunserve.transport.wire.codec import decode_tokens, encode_tokens
+from kunserve.transport.wire.codec import Codec
 from kunserve_extras.fronts.tally import FamilyCount
 
 MAX_FRAME_BYTES = 1 << 30
@@ -205,33 +205,21 @@ class Leave(_Message, frozen=True):
 
 FromController: TypeAlias = Welcome | Verdict | Tokens | News | Answer | CountNow | Leave
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_tokens)
-FROM_FRONT: "msgspec.msgpack.Decoder[FromFront]" = msgspec.msgpack.Decoder(
-    FromFront, dec_hook=decode_tokens
-)
-FROM_CONTROLLER: "msgspec.msgpack.Decoder[FromController]" = msgspec.msgpack.Decoder(
-    FromController, dec_hook=decode_tokens
-)
+_CODEC: Codec[FromFront | FromController] = Codec((*get_args(FromFront), *get_args(FromController)))
 T = TypeVar("T")
 
 
 def frame_of(message: FromFront | FromController) -> bytes:
     """As bytes on the wire, length first."""
-    data = _ENCODER.encode(message)
+    data = _CODEC.encode(message)
     return _LENGTH.pack(len(data)) + data
 
 
 class Link(asyncio.Protocol, Generic[T]):
     """One end of the socket pair. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        decoder: "msgspec.msgpack.Decoder[T]",
-        on_message: Callable[[T], None],
-        on_end: Callable[[], None],
-    ) -> None:
+    def __init__(self, on_message: Callable[[T], None], on_end: Callable[[], None]) -> None:
         """``on_end`` is called once, when the other end is gone or talks nonsense."""
-        self._decoder = decoder
         self._on_message = on_message
         self._on_end = on_end
         self._buffer = bytearray()
@@ -300,8 +288,8 @@ class Link(asyncio.Protocol, Generic[T]):
                 return
             if len(buffer) < end:
                 break
-            message = self._decoder.decode(memoryview(buffer)[first + _LENGTH.size : end])
+            message = _CODEC.decode(memoryview(buffer)[first + _LENGTH.size : end])
             first = end
-            self._on_message(message)
+            self._on_message(cast(T, message))
         if first:
             del buffer[:first]

@@ -1,4 +1,7 @@
-"""Memory that all ranks of an instance map: orders, and on CPUs what they compute together."""
+"""Memory that all ranks of an instance map: orders, and on CPUs what they compute together.
+
+Orders of steps are arrays and no messages: every rank computes from them where they lie.
+"""
 
 import enum
 import mmap

@@ -9,7 +9,7 @@ from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import InstanceId
 from kunserve_extras.fronts.front_service import FrontService
 from kunserve_extras.fronts.remote import RemoteEngine
-from kunserve_extras.fronts.wire import FROM_CONTROLLER, Answer, Link
+from kunserve_extras.fronts.wire import Answer, Link
 
 
 class Pipe:
@@ -64,7 +64,7 @@ def joined(cluster: Cluster) -> RemoteEngine:
     """A front's engine, whose orders go to a desk before the cluster."""
     remote = RemoteEngine(lambda: None, lambda: None)
     desk = FrontService(1, cluster, cluster, lambda: None)  # type: ignore[arg-type]
-    link: Link[Any] = Link(FROM_CONTROLLER, remote.hear, lambda: None)
+    link: Link[Any] = Link(remote.hear, lambda: None)
     there, back = Pipe(), Pipe()
     there.other, back.other = desk.link, link
     link.connection_made(there)  # type: ignore[arg-type]

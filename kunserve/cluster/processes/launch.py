@@ -53,7 +53,10 @@ class FakeSettings:
 
 @dataclass(frozen=True, slots=True)
 class InstanceOrder:
-    """Everything an instance process needs, written to its standard input as a line of JSON."""
+    """Everything an instance process needs, written to its standard input as a line of JSON.
+
+    Not by the codec: an order is said once, lines end by themselves, and people can read it.
+    """
 
     instance_id: InstanceId
     fake: FakeSettings | None

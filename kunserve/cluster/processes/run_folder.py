@@ -91,7 +91,7 @@ class RunFolder:
         return read_state(self.path)
 
     def write(self, state: RunState) -> None:
-        """See ``Seat``."""
+        """See ``Seat``. As JSON: it outlives who wrote it, and people may have to read it."""
         fresh = self.path / "state.json.new"
         fresh.write_bytes(msgspec.json.encode(state))
         fresh.replace(self.path / "state.json")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.ledger import BlockCounts
 from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue, watermark_blocks
 from kunserve.control.group.relief import Holders
@@ -20,7 +20,7 @@ class Admission:
         num_stages: int,
         blocks: KvBlocks,
         waiting: WaitingQueue,
-        ledger: Ledger,
+        ledger: BlockCounts,
         holders: Holders,
         cache: PrefixCache,
     ) -> None:

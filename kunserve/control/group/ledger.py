@@ -3,8 +3,8 @@
 from kunserve.core.ids import RequestId
 
 
-class Ledger:
-    """Owner of a group's block counts.
+class BlockCounts:
+    """A group's block counts, for who only reads them.
 
     The capacity is the minimum over the group's stages of units over layers held. It may fall
     below what is used; then nothing grows until enough has been released.
@@ -43,23 +43,58 @@ class Ledger:
         """Blocks that requests have grown by so far, but for those of preempted ones."""
         return self._taken_blocks
 
-    def give_back(self, num_blocks: int) -> None:
-        """Of what was taken, so much was for nothing: it will be computed again."""
-        self._taken_blocks -= num_blocks
-
     @property
     def free_blocks(self) -> int:
         """Blocks left to grow into; 0 when the capacity has fallen below what is used."""
         return max(0, self.capacity_blocks - self._used_blocks)
 
+    def blocks_of(self, request_id: RequestId) -> int:
+        """The request's blocks; 0 if it is unknown."""
+        return self._blocks.get(request_id, 0)
+
+    @property
+    def migrating_blocks(self) -> int:
+        """Of requests that are on their way; part of what is used."""
+        return sum(self._blocks[request_id] for request_id in self._migrating)
+
+    @property
+    def excess_blocks(self) -> int:
+        """Blocks that the cache must give up, because requests may use their memory."""
+        excess = self._used_blocks + self.cached_blocks - self.capacity_blocks
+        return min(excess, self.cached_blocks) if excess > 0 else 0
+
+    def borrowed_of(self, request_id: RequestId) -> int:
+        """How many of the request's blocks are the cache's."""
+        return self._borrowed.get(request_id, 0)
+
+    def check(self) -> None:
+        """Assert that the total is the sum of its parts and no part is empty."""
+        own = sum(self._blocks.values()) - sum(self._borrowed.values())
+        assert self._used_blocks == own + self.lent_blocks, (self._used_blocks, self._blocks)
+        assert all(count > 0 for count in self._blocks.values()), self._blocks
+        for request_id, count in self._borrowed.items():
+            assert 0 < count <= self._blocks[request_id], (request_id, count)
+        assert self.lent_blocks >= 0 and self.cached_blocks >= 0
+
+
+class Ledger(BlockCounts):
+    """Owner of a group's block counts: only its own methods change them.
+
+    Each change is asked for by who owns what it tells of, at the moment when that comes true:
+
+    * ``Holders`` for the requests that have KV, and its ``SwapSpace`` for those of them whose KV
+      goes to host memory or comes back;
+    * ``MigrationAccess`` for requests on their way to this group;
+    * ``PrefixCache`` for the blocks that are the cache's;
+    * ``Scheduler`` for the group's memory as a whole.
+
+    A single caller would be told the same by each of these, and only pass it on.
+    """
+
     def resize(self, capacity_blocks: int) -> None:
         """The group's memory is so many blocks from now on."""
         self.capacity_blocks = capacity_blocks
         self.version += 1
-
-    def blocks_of(self, request_id: RequestId) -> int:
-        """The request's blocks; 0 if it is unknown."""
-        return self._blocks.get(request_id, 0)
 
     def grow(self, request_id: RequestId, num_blocks: int) -> bool:
         """Let the request use ``num_blocks`` in total; False (nothing changed) on a shortage."""
@@ -71,6 +106,10 @@ class Ledger:
             self._taken_blocks += more
             self._blocks[request_id] = num_blocks
         return True
+
+    def give_back(self, num_blocks: int) -> None:
+        """Of what was taken, so much was for nothing: it will be computed again."""
+        self._taken_blocks -= num_blocks
 
     def hold(self, request_id: RequestId, num_blocks: int, num_borrowed: int = 0) -> None:
         """Count KV that exists already (it was handed over), whatever the capacity.
@@ -111,11 +150,6 @@ class Ledger:
             self.version += 1
         return fits
 
-    @property
-    def migrating_blocks(self) -> int:
-        """Of requests that are on their way; part of what is used."""
-        return sum(self._blocks[request_id] for request_id in self._migrating)
-
     def release(self, request_id: RequestId) -> int:
         """Free the request's own blocks and return how many; unknown ids have none."""
         freed = self._blocks.pop(request_id, 0) - self._borrowed.pop(request_id, 0)
@@ -134,16 +168,6 @@ class Ledger:
         self.lent_blocks = self.cached_blocks = 0
 
     # The prefix cache's blocks
-
-    @property
-    def excess_blocks(self) -> int:
-        """Blocks that the cache must give up, because requests may use their memory."""
-        excess = self._used_blocks + self.cached_blocks - self.capacity_blocks
-        return min(excess, self.cached_blocks) if excess > 0 else 0
-
-    def borrowed_of(self, request_id: RequestId) -> int:
-        """How many of the request's blocks are the cache's."""
-        return self._borrowed.get(request_id, 0)
 
     def borrow(self, request_id: RequestId, num_blocks: int) -> None:
         """A request without blocks begins with ``num_blocks`` of the cache, which are lent."""
@@ -182,12 +206,3 @@ class Ledger:
             self._borrowed[request_id] = num_blocks
         else:
             self._borrowed.pop(request_id, None)
-
-    def check(self) -> None:
-        """Assert that the total is the sum of its parts and no part is empty."""
-        own = sum(self._blocks.values()) - sum(self._borrowed.values())
-        assert self._used_blocks == own + self.lent_blocks, (self._used_blocks, self._blocks)
-        assert all(count > 0 for count in self._blocks.values()), self._blocks
-        for request_id, count in self._borrowed.items():
-            assert 0 < count <= self._blocks[request_id], (request_id, count)
-        assert self.lent_blocks >= 0 and self.cached_blocks >= 0

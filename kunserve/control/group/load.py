@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from itertools import islice
 from typing import NamedTuple
 
-from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.ledger import BlockCounts
 from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, Sequence
@@ -124,7 +124,7 @@ class _Counts(NamedTuple):
 
 
 def _count(
-    live: Iterable[Sequence], ledger: Ledger, mean_output_tokens: int, blocks: KvBlocks
+    live: Iterable[Sequence], ledger: BlockCounts, mean_output_tokens: int, blocks: KvBlocks
 ) -> _Counts:
     num_running = num_stalled = num_away = growth = largest = largest_expected = 0
     waits, stalls, away = Progress.WAITING, Progress.STALLED, Progress.SWAPPED
@@ -175,7 +175,7 @@ def measure_load(
     num_received: int,
     live: Iterable[Sequence],
     waiting: WaitingQueue,
-    ledger: Ledger,
+    ledger: BlockCounts,
     totals: SchedulerTotals,
     blocks: KvBlocks,
     stuck_s: float,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.ledger import BlockCounts
 from kunserve.control.group.prefix_cache import PrefixCache
 from kunserve.control.group.queue import WaitingQueue
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
@@ -75,7 +75,7 @@ class Parking:
         step_s: float,
         link: HostLink,
         blocks: KvBlocks,
-        ledger: Ledger,
+        ledger: BlockCounts,
         waiting: WaitingQueue,
         swap: SwapSpace,
         cache: PrefixCache,

@@ -46,11 +46,15 @@ class PrefixIndex:
 
     def show(self, seq: Sequence, own: Prefix, first: int) -> None:
         """Let the sequence's own blocks from ``first`` on be found, unless equal ones are."""
-        for block, name in enumerate(own.names[first - own.first :], first):
+        names = own.names[first - own.first :]
+        if self._journal is None:
+            for name in names:
+                self._prefix_of.setdefault(name, own)
+            return
+        for block, name in enumerate(names, first):
             if name not in self._prefix_of:
                 self._prefix_of[name] = own
-                if self._journal is not None:
-                    self._journal.stored(seq, block, self._block_size)
+                self._journal.stored(seq, block, self._block_size)
 
     def show_moved(self, prefix: Prefix, end: int) -> None:
         """What an exchange brought is found before ``end``: it was told when it was computed."""

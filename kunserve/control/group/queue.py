@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.ledger import BlockCounts
 from kunserve.control.group.sequence import Progress, QueueKey, Sequence
 from kunserve.core.kv_blocks import KvBlocks
 
@@ -68,7 +68,7 @@ class WaitingQueue:
         self.version += 1
 
 
-def watermark_blocks(ledger: Ledger, own_blocks: int = 0) -> int:
+def watermark_blocks(ledger: BlockCounts, own_blocks: int = 0) -> int:
     """Blocks that an admission leaves free; none where it has the memory for itself.
 
     ``own_blocks`` is what the admitted one holds already.

@@ -1,4 +1,7 @@
-"""What bulk movers say to each other: chunk requests one way, their bytes the other."""
+"""What bulk movers say to each other: chunk requests one way, their bytes the other.
+
+Bytes themselves go beside the codec, as a frame of their own that nobody copies.
+"""
 
 import contextlib
 import enum
@@ -12,12 +15,13 @@ import numpy.typing as npt
 import zmq
 
 from kunserve.core.layout import LayerRange
+from kunserve.transport.wire.codec import Codec, MalformedMessage
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 
 
-class KvChunk(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class KvChunk(msgspec.Struct, frozen=True, array_like=True):
     """Units [first_unit, first_unit + num_units) of a run of blocks, counted block by block."""
 
     ticket: int
@@ -31,7 +35,7 @@ class KvChunk(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """Whether the taker would rather read the bytes in the source's memory file."""
 
 
-class LayerChunk(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class LayerChunk(msgspec.Struct, frozen=True, array_like=True):
     """Bytes [offset, offset + num_bytes) of one layer's weights."""
 
     ticket: int
@@ -116,29 +120,26 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     located: Located | None = None
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-_CHUNKS: msgspec.msgpack.Decoder[Chunk] = msgspec.msgpack.Decoder(Chunk)
-_REPLIES = msgspec.msgpack.Decoder(Reply)
-
-
-def encode(message: Chunk | Reply) -> bytes:
-    """Either kind as bytes."""
-    return _ENCODER.encode(message)
+_CODEC: Codec[Chunk | Reply] = Codec((KvChunk, LayerChunk, Reply))
+encode = _CODEC.encode
 
 
 def chunk_in(frames: Sequence[zmq.Frame]) -> Chunk | None:
     """A request; None for nonsense."""
-    try:
-        return _CHUNKS.decode(frames[0].buffer)
-    except (msgspec.MsgspecError, ValueError, IndexError):
-        return None
+    said = _said(frames[0]) if frames else None
+    return said if isinstance(said, Chunk) else None
 
 
 def reply_in(head: zmq.Frame) -> Reply | None:
     """An answer's first frame; None for nonsense."""
+    said = _said(head)
+    return said if isinstance(said, Reply) else None
+
+
+def _said(frame: zmq.Frame) -> Chunk | Reply | None:
     try:
-        return _REPLIES.decode(head.buffer)
-    except (msgspec.MsgspecError, ValueError):
+        return _CODEC.decode(frame.buffer)
+    except MalformedMessage:
         return None
 
 

@@ -28,7 +28,7 @@ from kunserve.transport.peers.shared_ring import (
     SpoiltRing,
     keeps_order,
 )
-from kunserve.transport.wire.codec import MalformedMessage
+from kunserve.transport.wire.codec import Codec, MalformedMessage
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class _Writing(NamedTuple):
     rope: BellRope
 
 
-_OFFERS = msgspec.msgpack.Decoder(RingOffer)
+OFFERS = Codec((RingOffer,))
 
 
 class PeerRings:
@@ -77,7 +77,7 @@ class PeerRings:
 
     # Reading
 
-    def offer(self, peer: InstanceId, route: bytes) -> bytes | None:
+    def offer(self, peer: InstanceId, route: bytes) -> bytearray | None:
         """A ring for a process that has no ring to here yet, as bytes for it; None if it has."""
         if route in self._readings or route in self._refused:
             return None
@@ -90,7 +90,7 @@ class PeerRings:
         self._readings[route] = _Reading(peer, ring)
         file = SharedFile.of(ring.fd)
         offer = RingOffer(self._address, file, self._num_bytes, self.bell.file)
-        return msgspec.msgpack.encode(offer)
+        return OFFERS.encode(offer)
 
     @property
     def has_readings(self) -> bool:
@@ -122,10 +122,7 @@ class PeerRings:
 
     def accept(self, peer: InstanceId, data: memoryview) -> None:
         """A peer offers a ring. Raises MalformedMessage."""
-        try:
-            offer = _OFFERS.decode(data)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise MalformedMessage(f"offer of shared memory: {error}") from error
+        offer = OFFERS.decode(data)
         self._end_writing(peer)
         with contextlib.ExitStack() as stack:
             ring_fd = stack.enter_context(offer.ring.opened(os.O_RDWR))

@@ -21,7 +21,7 @@ from kunserve.core.ids import RequestId
 from kunserve.core.request import Request
 from kunserve_extras.fronts.front_service import FrontService
 from kunserve_extras.fronts.remote import RemoteEngine
-from kunserve_extras.fronts.wire import FROM_CONTROLLER, FromController, Link
+from kunserve_extras.fronts.wire import FromController, Link
 from kunserve_lab.world.account import Account
 from kunserve_lab.world.actions import Action
 from tests.chaos_cluster import ChaosCluster, play
@@ -116,7 +116,7 @@ class FrontsCluster(ChaosCluster):
 
         def begin() -> None:
             remote = RemoteEngine(lambda: None, lambda: None)
-            link: Link[FromController] = Link(FROM_CONTROLLER, remote.hear, remote.end)
+            link: Link[FromController] = Link(remote.hear, remote.end)
             service = FrontService(0, Engine(self), None, lambda: None)  # type: ignore[arg-type]
             up, down = Stream(), Stream()
             up.reader, up.other, down.reader, down.other = service.link, down, link, up

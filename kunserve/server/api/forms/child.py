@@ -10,14 +10,15 @@ import signal
 import sys
 import threading
 import time
-from typing import BinaryIO, TypeVar
+from dataclasses import dataclass
+from typing import BinaryIO, TypeAlias
 
-import msgspec
 from llguidance import LLTokenizer
 
 from kunserve.core.request import StructuredOutput
 from kunserve.engine.sampling.structured.grammar import FormError, check, compile_form
 from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
+from kunserve.transport.wire.codec import Codec
 
 MOST_CPU_S = 0.5
 """Of compiling one form and of its first mask."""
@@ -28,10 +29,9 @@ STACK_BYTES = 2 << 20
 MAX_SHOWN_CHARS = 500
 _PREFIX_BYTES = 4
 
-T = TypeVar("T")
 
-
-class Order(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Order:
     """The first message to the process: the vocabulary."""
 
     tokenizer_json: str
@@ -39,7 +39,8 @@ class Order(msgspec.Struct, frozen=True):
     vocab_size: int
 
 
-class Verdict(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Verdict:
     """Its answer to each form."""
 
     error: str | None
@@ -47,18 +48,22 @@ class Verdict(msgspec.Struct, frozen=True):
     compile_s: float
 
 
-def framed(message: object) -> bytes:
+Said: TypeAlias = Order | StructuredOutput | Verdict
+_CODEC: Codec[Said] = Codec((Order, StructuredOutput, Verdict))
+
+
+def framed(message: Said) -> bytes:
     """A message behind its length."""
-    data = msgspec.msgpack.encode(message)
+    data = _CODEC.encode(message)
     return len(data).to_bytes(_PREFIX_BYTES, "big") + data
 
 
-def read_message(stream: BinaryIO, shape: type[T]) -> T | None:
+def read_message(stream: BinaryIO) -> Said | None:
     """The next message; None at the end."""
     prefix = stream.read(_PREFIX_BYTES)
     if len(prefix) < _PREFIX_BYTES:
         return None
-    return msgspec.msgpack.decode(stream.read(int.from_bytes(prefix, "big")), type=shape)
+    return _CODEC.decode(stream.read(int.from_bytes(prefix, "big")))
 
 
 def verdict_on(vocabulary: LLTokenizer, form: StructuredOutput) -> Verdict:
@@ -76,14 +81,14 @@ def verdict_on(vocabulary: LLTokenizer, form: StructuredOutput) -> Verdict:
 
 def _serve() -> None:
     source = sys.stdin.buffer
-    order = read_message(source, Order)
-    if order is None:
+    order = read_message(source)
+    if not isinstance(order, Order):
         return
     vocabulary = open_vocabulary(order.tokenizer_json, order.vocab_size, order.eos_token_ids)
     _limit_memory()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the last words of every process that ends
     _answer(Verdict(None, 0.0))
-    while (form := read_message(source, StructuredOutput)) is not None:
+    while isinstance(form := read_message(source), StructuredOutput):
         # The kernel ends the process: nothing in it could interrupt the library.
         signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
         verdict = verdict_on(vocabulary, form)

@@ -78,7 +78,8 @@ class FormProcess:
         try:
             self._link.sendall(framed(message))
             with self._link.makefile("rb") as answers:
-                return read_message(answers, Verdict)
+                answer = read_message(answers)
+                return answer if isinstance(answer, Verdict) else None
         except TimeoutError:
             self._process.kill()
         except OSError:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kunserve import control
-from kunserve.control.group.ledger import Ledger
+from kunserve.control.group.ledger import BlockCounts, Ledger
 from kunserve.control.group.sequence import Sequence
 
 CONTROL = Path(control.__file__).parent
@@ -65,10 +65,20 @@ def test_the_ledger_is_written_by_who_has_the_blocks() -> None:
     assert set(found) >= OF_CACHE | OF_REQUESTS.keys(), "a change that nobody makes"
     assert all(found[name] == {"prefix_cache"} for name in OF_CACHE), found
     assert {name: found[name] for name in OF_REQUESTS} == OF_REQUESTS
-    changes = {
-        name
-        for name, method in vars(Ledger).items()
-        if callable(method) and not name.startswith("_")
-    }
-    asks = {"blocks_of", "borrowed_of", "check"}
-    assert changes - asks == OF_CACHE | OF_REQUESTS.keys()
+    changes = {name for name in vars(Ledger) if not name.startswith("_")}
+    assert changes == OF_CACHE | OF_REQUESTS.keys()
+
+
+def test_who_only_reads_the_ledger_is_given_what_cannot_be_changed() -> None:
+    owners = set.union({"prefix_cache"}, *OF_REQUESTS.values())
+    fields = vars(BlockCounts(1)).keys()
+    named: dict[str, set[str]] = {}
+    for module, node in nodes():
+        if isinstance(node, ast.ImportFrom) and node.module == "kunserve.control.group.ledger":
+            for alias in node.names:
+                named.setdefault(alias.name, set()).add(module)
+        for target in targets(node):
+            if isinstance(target, ast.Attribute) and target.attr in fields:
+                assert not ast.unparse(target.value).endswith("ledger"), (module, target.attr)
+    assert named["Ledger"] == owners
+    assert not named["BlockCounts"] & owners

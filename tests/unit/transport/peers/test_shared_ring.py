@@ -8,7 +8,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -309,7 +308,7 @@ def test_sockets_alone_where_memory_cannot_be_shared(
     )
     speaker = identity.pack(Identity(b"p", ONE, identity.new_incarnation()))
     socket = connect_dealer(links[0].address, speaker)
-    socket.send_multipart((b"", msgspec.msgpack.encode(offer)))
+    socket.send_multipart((b"", peer_rings.OFFERS.encode(offer)))
     eventually(lambda: links[0].poll(0.01) == [] and "go by sockets" in caplog.text)
     socket.close()
     links[0].send(ONE, activation(1), memoryview(b"hidden"))
