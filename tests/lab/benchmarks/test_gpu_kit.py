@@ -86,7 +86,6 @@ def test_a_phase_that_is_killed_leaves_what_it_had_and_a_next_call_does_the_rest
     # A bare machine, with nothing but the file.
     (again := tmp_path / "bare").mkdir()
     assert evidence.unpack(day.evidence, again) == ["P1"]
-    os.chdir(again)
     (again / "go on").touch()
     next_day = Day("fake", again, day.evidence, day.environment)
     found = run_apart_in(again, next_day)
