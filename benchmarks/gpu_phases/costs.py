@@ -1,9 +1,11 @@
 """P8: the cost model fitted to steps of this device, and how well it and the simulator predict."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
+from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.machine import Machine
 from benchmarks.gpu_phases.models import serving_model, write_model
 from benchmarks.report import Report
@@ -46,6 +48,11 @@ def batch_tokens_of(machine: Machine) -> int:
 
 
 def run(machine: Machine, report: Report) -> None:
+    """One part: a fit needs all that was measured."""
+    machine.do(Part("profile", partial(_profile_and_fit, machine, report)))
+
+
+def _profile_and_fit(machine: Machine, report: Report) -> None:
     """Measure through the code of ``kunserve profile``, fit, and hold what is left out against."""
     spec, kv_bytes = serving_model(machine)
     profile = _profile(machine, spec, kv_bytes)

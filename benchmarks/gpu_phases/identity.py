@@ -5,6 +5,7 @@ token may differ where the reference itself hardly prefers one.
 """
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.live import Answer, Asker, describe, with_cluster
 from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES, MIB, Machine
 from benchmarks.report import Report, Setting
@@ -36,16 +38,28 @@ _TOLERANCE = 0.25
 
 def run(machine: Machine, report: Report) -> None:
     """A random model, written to a folder, served, and asked."""
+    machine.do(
+        Part("float32", partial(_float32, machine, report)),
+        Part("bfloat16", partial(_bfloat16, machine, report)),
+    )
+
+
+def _float32(machine: Machine, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(machine.is_real)
+        model, prompts = make_model(machine.is_real), make_prompts()
         model.save_pretrained(folder)
-        prompts = make_prompts()
         expected = {name: expected_tokens(model, prompt) for name, prompt in prompts.items()}
         answers = answers_of(machine, report, folder, prompts, "float32")
-        differ = check_float32(report, answers, expected)
+    differ = check_float32(report, answers, expected)
+    assert not differ, f"float32 tokens differ: {differ}"
+
+
+def _bfloat16(machine: Machine, report: Report) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model, prompts = make_model(machine.is_real), make_prompts()
+        model.save_pretrained(folder)
         rounded = answers_of(machine, report, folder, prompts, "bfloat16")
     unexplained = _check_bfloat16(report, model.bfloat16().float(), prompts, rounded)
-    assert not differ, f"float32 tokens differ: {differ}"
     assert not unexplained, f"bfloat16 tokens differ where they must not: {unexplained}"
 
 

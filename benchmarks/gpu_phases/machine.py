@@ -1,5 +1,7 @@
 """The device that phases run on: a GPU, or the stand-in for its driver with torch on the CPU."""
 
+import contextlib
+import gc
 import math
 import os
 import time
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_kit import parts
+from benchmarks.gpu_kit.parts import NOTHING_KNOWN, Known, Part
 from kunserve.engine.torch.cuda.driver import LIBRARY, Driver
 from kunserve.model.spec import ModelSpec
 
@@ -27,17 +31,43 @@ class Machine:
     """What phases leave for those after them."""
     limit_s: float = math.inf
     """After which the phase is stopped."""
+    known: Known = NOTHING_KNOWN
+    """Parts that earlier calls have done."""
 
     @classmethod
-    def named(cls, device: str, folder: Path, limit_s: float = math.inf) -> "Machine":
+    def named(
+        cls, device: str, folder: Path, limit_s: float = math.inf, known: Known | None = None
+    ) -> "Machine":
         """``cuda`` or ``fake``. The stand-in needs gcc and this project's tests."""
+        known = known or NOTHING_KNOWN
         if device == "cuda":
-            return cls(True, LIBRARY, folder, limit_s)
+            return cls(True, LIBRARY, folder, limit_s, known)
         from tests.fakecuda.library import build
 
         os.environ["FAKECUDA_GRANULARITY_BYTES"] = str(FAKE_GRANULARITY_BYTES)
         torch.set_num_threads(1)
-        return cls(False, build(), folder, limit_s)
+        return cls(False, build(), folder, limit_s, known)
+
+    def do(self, *wanted: Part) -> None:
+        """The parts of a phase that are asked for and not done; see ``parts.do``."""
+        parts.do(wanted, self.known, self.is_alive, self.forget)
+
+    def is_alive(self) -> bool:
+        """Whether the device still does what it is told: after some errors it never does again."""
+        try:
+            self.synchronize()
+            is_right = int(torch.ones(1, device=self.torch_device).add_(1).item()) == 2
+            self.driver().memory_bytes()
+        except (RuntimeError, OSError):
+            return False
+        return is_right
+
+    def forget(self) -> None:
+        """Give back what nobody refers to."""
+        gc.collect()
+        if self.is_real:
+            with contextlib.suppress(RuntimeError):  # a device that is lost has nothing to give
+                torch.cuda.empty_cache()
 
     @property
     def torch_device(self) -> torch.device:

@@ -1,24 +1,32 @@
-"""P1: what mapping device memory costs, alone and beside running kernels."""
+"""P1: what mapping device memory costs: alone, with recorded graphs alive, beside kernels."""
 
 import functools
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_phases.machine import GIB, KIB, MIB, SHAPES, Machine, median
+from benchmarks.gpu_kit.parts import Part
+from benchmarks.gpu_phases.arena import (
+    beside_attention,
+    graphs_over,
+    open_memory,
+    say_transitions,
+    transitions,
+)
+from benchmarks.gpu_phases.machine import GIB, KIB, MIB, Machine, median
 from benchmarks.report import Report, Setting
-from kunserve.core.config import InstanceConfig
-from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.memory.arena import Arena
-from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.wrap import wrap
 from kunserve.engine.torch.cuda.driver import Driver
 from kunserve.engine.torch.cuda.pages import DevicePages
 
+_GRAPHS = 648
+"""As many as a 14B model's process has."""
 _PIECES_BYTES = 4 * GIB
 """Of all pieces together whose calls are timed."""
 _EXPORTED = 200
@@ -26,21 +34,35 @@ _EXPORTED = 200
 
 
 def run(machine: Machine, report: Report) -> None:
-    """Calls by size, what kernels notice of them, and half of a 14B model's layers."""
+    """Half of a 14B model's layers first, as drops need it: alone, with graphs alive, beside
+    kernels; then calls by size.
+    """
     driver = machine.driver()
     sizes = [2 * MIB, 16 * MIB, 64 * MIB, 256 * MIB] if machine.is_real else [8 * KIB, 64 * KIB]
-    for size in sizes:
-        _calls(driver, report, size, max(8, _PIECES_BYTES // size) if machine.is_real else 4)
-    _alias(machine, driver, report, sizes[0])
-    granules = sizes[:3] if machine.is_real else sizes[:1]
+    granules = [sizes[2], sizes[0], sizes[1]] if machine.is_real else sizes[:1]
     free_bytes, _ = driver.memory_bytes()
-    for granule_bytes in granules:
-        num_bytes = min(13 * GIB, free_bytes // 2) if machine.is_real else MIB
-        _moved(driver, report, granule_bytes, num_bytes)
-        _window(driver, report, granule_bytes, num_bytes)
-    for granule_bytes in granules:
-        _half_a_model(machine, driver, report, granule_bytes)
-    _beside_kernels(machine, driver, report, granules[-1])
+    num_bytes = min(13 * GIB, free_bytes // 2) if machine.is_real else MIB
+    half = partial(_half_a_model, machine, report)
+    num_graphs = _GRAPHS if machine.is_real else 6
+
+    def calls(size: int) -> None:
+        _calls(driver, report, size, max(8, _PIECES_BYTES // size) if machine.is_real else 4)
+
+    def of(granule_bytes: int) -> str:
+        return f"{granule_bytes // KIB} KiB"
+
+    machine.do(
+        Part(f"half of the layers, {of(granules[0])}", partial(half, granules[0])),
+        Part("half of the layers, graphs alive", partial(half, granules[0], num_graphs)),
+        Part("beside attention", partial(beside_attention, machine, report, granules[0])),
+        Part("beside products", partial(_beside_kernels, machine, report, granules[0])),
+        Part("a second mapping", partial(_alias, machine, driver, report, sizes[0])),
+        *(Part(f"a window, {of(g)}", partial(_window, driver, report, g, num_bytes))
+          for g in granules),
+        *(Part(f"calls, {of(size)}", partial(calls, size)) for size in (*sizes[2:], *sizes[:2])),
+        *(Part(f"moved, {of(g)}", partial(_moved, driver, report, g, num_bytes)) for g in granules),
+        *(Part(f"half of the layers, {of(g)}", partial(half, g)) for g in granules[1:]),
+    )  # fmt: skip
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -143,52 +165,31 @@ def _window(driver: Driver, report: Report, granule_bytes: int, num_bytes: int) 
         report.add(f"{name} a granule", seconds * 1e6, "us", **where)
 
 
-def _open_memory(machine: Machine, driver: Driver, granule_bytes: int) -> InstanceMemory:
-    spec, memory_bytes = SHAPES["tiny"], 2 * MIB
-    if machine.is_real:
-        free_bytes, _ = driver.memory_bytes()
-        spec = SHAPES["14b" if free_bytes > 40 * GIB else "1.5b"]
-        memory_bytes = spec.weights_bytes + spec.weights_bytes // 4
-    config = InstanceConfig(
-        memory_bytes=memory_bytes,
-        block_size=64 if machine.is_real else 8,
-        granule_bytes=granule_bytes,
-    )
-    pages = functools.partial(DevicePages, driver)
-    return InstanceMemory(InstanceId(0), spec, config, 0, pages)
-
-
-def _transitions(memory: InstanceMemory) -> dict[str, float]:
-    """Seconds of each part of a drop of half of the layers, and of the restore."""
-    whole, half = memory.held, LayerRange(0, memory.held.num_layers // 2)
-    seconds: dict[str, float] = {}
-    for name, layers in (("drop", half), ("restore", whole)):
-        seconds[f"prepare a {name}"] = _timed(functools.partial(memory.prepare, layers))
-        change = memory.drop if name == "drop" else memory.reclaim
-        seconds[f"commit a {name}"] = _timed(functools.partial(change, layers))
-        tidies = []
-        while memory.arena.num_aliases:
-            tidies.append(_timed(memory.tidy))
-        seconds[f"unmap after a {name}, all"] = sum(tidies)
-        seconds[f"unmap after a {name}, longest"] = max(tidies, default=0.0)
-    return seconds
-
-
-def _half_a_model(machine: Machine, driver: Driver, report: Report, granule_bytes: int) -> None:
-    memory = _open_memory(machine, driver, granule_bytes)
+def _half_a_model(
+    machine: Machine, report: Report, granule_bytes: int, num_graphs: int = 0
+) -> None:
+    """A drop of half of the layers and the restore, three times; perhaps with graphs alive."""
+    memory = open_memory(machine, machine.driver(), granule_bytes)
     try:
-        rounds = [_transitions(memory) for _ in range(3)]
+        graphs = graphs_over(machine, memory, num_graphs)
+        rounds = []
+        for _ in range(3):
+            rounds.append(transitions(memory))
+            for graph in graphs:
+                graph.replay()
+            machine.synchronize()
         first, end = memory.layout.granules_of(LayerRange(0, memory.held.num_layers // 2))
-        size = (end - first) * granule_bytes / MIB
-        report.add("half of the layers", size, "MiB", granule_kib=granule_bytes // KIB)
-        for name in rounds[0]:
-            value = median([one[name] for one in rounds]) * 1e3
-            report.add(name, value, "ms", granule_kib=granule_bytes // KIB, kernels=False)
+        size, kib = (end - first) * granule_bytes / MIB, granule_bytes // KIB
+        report.add("half of the layers", size, "MiB", granule_kib=kib)
+        settings = {"kernels": False, "graphs": num_graphs > 0}
+        say_transitions(report, rounds, granule_kib=kib, **settings)
+        if graphs:
+            report.add("graphs alive", num_graphs, "", granule_kib=kib)
     finally:
         memory.close()
 
 
-def _beside_kernels(machine: Machine, driver: Driver, report: Report, granule_bytes: int) -> None:
+def _beside_kernels(machine: Machine, report: Report, granule_bytes: int) -> None:
     """Whether a drop and a restore wait for queued kernels, and whether these wait for them."""
     width, num = (8192, 300) if machine.is_real else (32, 4)
     matrix = torch.randn(width, width, device=machine.torch_device).to(torch.bfloat16)
@@ -199,19 +200,17 @@ def _beside_kernels(machine: Machine, driver: Driver, report: Report, granule_by
             torch.mm(matrix, matrix, out=out)
 
     alone, _ = machine.seconds(queue, 3)
-    memory = _open_memory(machine, driver, granule_bytes)
+    memory = open_memory(machine, machine.driver(), granule_bytes)
     try:
         machine.synchronize()
         began = time.perf_counter()
         queue()
-        seconds = _transitions(memory)
+        transitions(memory)
         changed = time.perf_counter() - began
         machine.synchronize()
         beside = time.perf_counter() - began
     finally:
         memory.close()
-    for name, value in seconds.items():
-        report.add(name, value * 1e3, "ms", granule_kib=granule_bytes // KIB, kernels=True)
     report.add("queue of kernels, alone", alone * 1e3, "ms")
     report.add("queue of kernels, beside a drop and a restore", beside * 1e3, "ms")
     report.add("drop and restore done after", changed * 1e3, "ms")

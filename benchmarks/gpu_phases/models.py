@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from benchmarks.gpu_phases.machine import GIB, MIB, SHAPES, Machine
+from kunserve.core.errors import TooLittleMemory
 from kunserve.model.spec import ModelSpec
 
 BESIDE_BYTES = 12 * GIB
@@ -46,13 +47,15 @@ def write_model(spec: ModelSpec, folder: Path) -> Path:
 
 
 def serving_model(machine: Machine) -> tuple[ModelSpec, int]:
-    """The largest model of which two instances fit, and KV bytes that each of them can have."""
+    """A model of which two instances fit, and KV bytes that each of them can have. Raises
+    TooLittleMemory.
+    """
     if not machine.is_real:
         return SHAPES["tiny-words"], MIB
     free_bytes, _ = machine.driver().memory_bytes()
-    for name in ("14b", "7b", "1.5b"):
+    for name in ("7b", "1.5b"):
         spec = SHAPES[name]
         kv_bytes = (free_bytes - BESIDE_BYTES) // 2 - spec.weights_bytes
         if kv_bytes >= _LEAST_KV_BYTES:
             return spec, min(kv_bytes, _MOST_KV_BYTES)
-    raise SystemExit(f"{free_bytes / GIB:.0f} GiB are free: too little for two instances")
+    raise TooLittleMemory(f"{free_bytes / GIB:.0f} GiB are free: too little for two instances")

@@ -3,11 +3,14 @@
 import dataclasses
 import importlib.util
 import time
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 import transformers
 
+from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.live import Asker, with_cluster
 from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES, GIB, MIB, SHAPES, Machine
 from benchmarks.gpu_phases.models import config_file, write_model
@@ -25,20 +28,26 @@ from kunserve.model.spec import ModelSpec
 
 def run(machine: Machine, report: Report) -> None:
     """All prompts at once, greedy, each with equally many tokens: how long until all are done."""
+    machine.do(
+        Part("kunserve", partial(_measured, machine, report, "kunserve", _ours)),
+        Part("transformers", partial(_measured, machine, report, "transformers", _theirs)),
+    )
+
+
+def _measured(machine: Machine, report: Report, name: str, measure: Callable[..., float]) -> None:
     spec = _shape(machine)
     prompts, num_tokens = _prompts(machine, spec)
-    for name, measure in (("kunserve", _ours), ("transformers", _theirs)):
-        try:
-            seconds = measure(machine, spec, prompts, num_tokens)
-        except _NotThere as reason:
-            report.add("not there", None, "", server=name, why=str(reason))
-            continue
-        where: dict[str, Setting] = {"server": name, "model": spec.name, "prompts": len(prompts)}
-        num_prompt_tokens = sum(map(len, prompts))
-        report.add("all done after", seconds, "s", **where)
-        report.add("output", len(prompts) * num_tokens / seconds, "tokens/s", **where)
-        total = num_prompt_tokens + len(prompts) * num_tokens
-        report.add("prompts and output", total / seconds, "tokens/s", **where)
+    try:
+        seconds = measure(machine, spec, prompts, num_tokens)
+    except _NotThere as reason:
+        report.add("not there", None, "", server=name, why=str(reason))
+        return
+    where: dict[str, Setting] = {"server": name, "model": spec.name, "prompts": len(prompts)}
+    num_prompt_tokens = sum(map(len, prompts))
+    report.add("all done after", seconds, "s", **where)
+    report.add("output", len(prompts) * num_tokens / seconds, "tokens/s", **where)
+    total = num_prompt_tokens + len(prompts) * num_tokens
+    report.add("prompts and output", total / seconds, "tokens/s", **where)
 
 
 class _NotThere(Exception):

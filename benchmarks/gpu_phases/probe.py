@@ -5,10 +5,12 @@ import platform
 import re
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.machine import GIB, MIB, Machine
 from benchmarks.report import Report
 
@@ -42,6 +44,15 @@ def how_to_bring(requirements: list[str]) -> str:
 
 
 def run(machine: Machine, report: Report) -> None:
+    """The ceilings first; ``doctor``, which compiles kernels for the host, last."""
+    machine.do(
+        Part("ceilings", partial(_ceilings, machine, report)),
+        Part("facts", partial(_facts, machine, report)),
+        Part("doctor", partial(_doctor, machine, report)),
+    )
+
+
+def _facts(machine: Machine, report: Report) -> None:
     """Facts are figures without a value."""
 
     def fact(subject: str, text: object) -> None:
@@ -68,8 +79,6 @@ def run(machine: Machine, report: Report) -> None:
         fact("missing", ", ".join(lacking))
         for line in how_to_bring(lacking).splitlines():
             fact("to bring them", line)
-    _doctor(machine, report)
-    _ceilings(machine, report)
 
 
 def _doctor(machine: Machine, report: Report) -> None:

@@ -3,10 +3,13 @@
 import random
 import time
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.gpu_kit.parts import Part
+from benchmarks.gpu_phases.arena import say_transitions, timed, transitions
 from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES, GIB, MIB, SHAPES, Machine, median
 from benchmarks.gpu_phases.models import write_model
 from benchmarks.report import Report
@@ -22,20 +25,48 @@ from kunserve_lab.profile.shapes import BatchShape
 from kunserve_lab.profile.stopwatch import HostClock, Stopwatch
 from tests.direct_engine import DirectEngine
 
-_LIMIT_S = 60.0
+_LIMIT_S = 40.0
 """For drops and restores; of loading the layers anew most of all."""
+_TIMED_ROUNDS = 5
+_PAIR_BYTES = 100 * GIB
+"""Two 14B models, 16 GiB of KV for each, and what lies beside."""
 
 
 def run(machine: Machine, report: Report) -> None:
-    """Steps with and without graphs; then transitions of two bodies that recorded theirs."""
-    spec = SHAPES["1.5b" if machine.is_real else "tiny"]
+    """Transitions of two bodies that recorded their steps; then times without graphs."""
+    machine.do(
+        Part("drops, with graphs", partial(_recorded, machine, report)),
+        Part("drops, without graphs", partial(_not_recorded, machine, report)),
+    )
+
+
+def _spec(machine: Machine) -> ModelSpec:
+    if not machine.is_real:
+        return SHAPES["tiny"]
+    free_bytes, _ = machine.driver().memory_bytes()
+    return SHAPES["14b" if free_bytes > _PAIR_BYTES else "1.5b"]
+
+
+def _recorded(machine: Machine, report: Report) -> None:
+    spec = _spec(machine)
     folder = write_model(spec, machine.folder / spec.name)
-    for is_eager in (False, True):
-        with closing(_open(machine, spec, folder, 0, is_eager)) as body:
-            _steps(machine, report, body, is_eager)
     with ExitStack() as stack:
         pair = [stack.enter_context(closing(_open(machine, spec, folder, n))) for n in range(2)]
-        _transitions(machine, report, pair)
+        try:
+            _transitions(machine, report, pair)
+        finally:
+            _steps(machine, report, pair[0], is_eager=False)
+
+
+def _not_recorded(machine: Machine, report: Report) -> None:
+    """The same calls of the driver in a process without graphs, and steps one by one."""
+    spec = _spec(machine)
+    folder = write_model(spec, machine.folder / spec.name)
+    with closing(_open(machine, spec, folder, 0, is_eager=True)) as body:
+        rounds = [transitions(body.memory.shards[0]) for _ in range(_TIMED_ROUNDS)]
+        say_transitions(report, rounds, graphs=False)
+        body.load_layers(LayerRange(spec.num_layers // 2, spec.num_layers))
+        _steps(machine, report, body, is_eager=True)
 
 
 def _open(
@@ -98,22 +129,26 @@ def _transitions(machine: Machine, report: Report, pair: list[EngineBody]) -> No
     draw = random.Random(0)
     until = time.monotonic() + _LIMIT_S
     num_rounds = num_equal = num_answers = 0
+    timings: list[dict[str, float]] = []
     while num_rounds < (100 if machine.is_real else 2) and time.monotonic() < until:
         cut = draw.randrange(1, num_layers)
         stages = (LayerRange(0, cut), LayerRange(cut, num_layers))
         for body, keep in zip(pair, stages, strict=True):
-            refusal = body.memory.prepare(keep)
-            assert refusal is None, refusal
-            body.memory.drop(keep)
+            timings.append(_timed_change(body, "drop", keep))
         answers = DirectEngine(list(zip(pair, stages, strict=True)))
         num_equal += answers.generate(prompts, num_tokens, 32) == expected
-        for body, missing in zip(pair, reversed(stages), strict=True):
-            body.memory.reclaim(missing)
+        for body, missing, timing in zip(pair, reversed(stages), timings[-2:], strict=True):
+            timing |= _timed_change(body, "restore", missing)
             body.load_layers(missing)
         body = pair[num_rounds % 2]
         num_equal += DirectEngine([(body, whole)]).generate(prompts, num_tokens, 32) == expected
         num_answers += 2
         num_rounds += 1
+        if num_rounds in (1, 5):  # what a phase that is stopped has shown
+            say_transitions(report, timings, graphs=True, rounds=num_rounds)
+    say_transitions(report, timings, graphs=True, rounds=num_rounds)
+    for name in timings[0]:
+        report.add(f"{name}, most", max(t[name] for t in timings) * 1e3, "ms", graphs=True)
     again = sum(_counts(body).recorded for body in pair) - sum(recorded)
     report.add("drops and restores of both", num_rounds, "")
     report.add("graphs launched", sum(_counts(body).launched for body in pair), "")
@@ -122,3 +157,23 @@ def _transitions(machine: Machine, report: Report, pair: list[EngineBody]) -> No
     report.add("of them as before the first drop", num_equal, "")
     assert again == 0, "graphs were recorded after the start"
     assert num_equal == num_answers, "tokens differ"
+
+
+def _timed_change(body: EngineBody, kind: str, layers: LayerRange) -> dict[str, float]:
+    """Seconds of each part of a drop to ``layers``, or of a restore of ``layers``."""
+    memory = body.memory
+    held = memory.shards[0].held
+    wanted = layers
+    if kind == "restore":
+        wanted = LayerRange(min(held.first, layers.first), max(held.end, layers.end))
+    refusal: list[str | None] = []
+    seconds = {f"prepare a {kind}": timed(lambda: refusal.append(memory.prepare(wanted)))}
+    assert refusal == [None], refusal
+    change = memory.drop if kind == "drop" else memory.reclaim
+    seconds[f"commit a {kind}"] = timed(lambda: change(layers))
+    tidies = []
+    while memory.shards[0].arena.num_aliases:
+        tidies.append(timed(memory.shards[0].tidy))
+    seconds[f"unmap after a {kind}, all"] = sum(tidies)
+    seconds[f"unmap after a {kind}, longest"] = max(tidies, default=0.0)
+    return seconds

@@ -1,14 +1,23 @@
 """P5: how fast steps of a whole model are: prompts and single tokens, by batch and block size."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
+from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.kernels import operations
 from benchmarks.gpu_phases.machine import GIB, KIB, MIB, SHAPES, Machine
+from benchmarks.gpu_phases.smoke import recorder_on
 from benchmarks.report import Report, Setting
+from kunserve.core.ids import RequestId
+from kunserve.core.layout import LayerRange
+from kunserve.core.request import SamplingParams
+from kunserve.core.step import SequenceStart
+from kunserve.core.tokens import TokenIds
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
@@ -17,9 +26,12 @@ from kunserve.engine.memory.wrap import wrap
 from kunserve.engine.torch.cuda.pages import DevicePages
 from kunserve.engine.torch.decoder import TorchDecoder
 from kunserve.engine.torch.ops.table import DeviceBatch, Ops
+from kunserve.engine.torch.sampler import TorchSampler
 from kunserve.engine.weights.layout import end_shapes, layer_shapes
 from kunserve.model.spec import ModelSpec
 
+_RECORD_S = 30.0
+"""For graphs of steps: the largest size comes first."""
 _SLOW_ROWS = 16
 """Plain torch attends to one sequence after the other: more rows would only take time."""
 _SLOW_TOKENS = 2048
@@ -27,37 +39,119 @@ _SLOW_TOKENS = 2048
 
 
 def run(machine: Machine, report: Report) -> None:
-    """A 7B model, or a smaller one where it does not fit; Triton's kernels beside plain torch."""
-    spec = SHAPES[_shape(machine)]
-    report.add("layers", spec.num_layers, "", model=spec.name)
+    """Steps of one token per sequence by graphs first: these are most of what is served."""
+    names = ("7b", "14b") if machine.is_real else ("tiny",)
+    sizes = (64, 16, 32, 128) if machine.is_real else (8, 16)
+    kernels = "triton" if machine.is_real else "torch"
+    first = names[0]
+    machine.do(
+        *(Part(f"{n}, tokens by graphs", partial(_by_graphs, machine, report, n)) for n in names),
+        Part("drawn as Qwen asks", partial(_drawn, machine, report, first)),
+        Part("prompts", partial(_prompts, machine, report, first, kernels, sizes[0])),
+        Part("tokens one by one", partial(_tokens, machine, report, first, kernels, sizes[0])),
+        *(Part(f"attention, blocks of {size}", partial(_attention, machine, report, first, size))
+          for size in sizes),
+        Part("plain torch, prompts", partial(_prompts, machine, report, first, "torch", sizes[0])),
+        Part("plain torch, tokens", partial(_tokens, machine, report, first, "torch", sizes[0])),
+    )  # fmt: skip
+
+
+def _context(machine: Machine) -> int:
+    return 1024 if machine.is_real else 40
+
+
+def _batches(machine: Machine, ops: str) -> list[int]:
+    few = (1, 8, 16, 32, 64, 128, 256) if machine.is_real else (1, 4)
+    return [num for num in few if ops != "torch" or num <= _SLOW_ROWS]
+
+
+@contextlib.contextmanager
+def _decoder(
+    machine: Machine, name: str, ops: str, block_size: int, num_tokens: int, is_recorded: bool
+) -> Iterator[TorchDecoder]:
+    """A model with random weights, and KV memory for so many tokens."""
+    spec = SHAPES[name]
     weights = _random_weights(spec, machine.torch_device)
-    prompts = (512, 2048, 8192) if machine.is_real else (16, 48)
-    batches = (1, 8, 16, 32, 64, 128, 256) if machine.is_real else (1, 4)
-    context = 1024 if machine.is_real else 40
-    block_sizes = (64, 16, 32, 128) if machine.is_real else (8, 16)
-    for block_size in block_sizes:
-        num_tokens = max(*prompts, max(batches) * (context + block_size))
-        with kv_cache(machine, spec, num_tokens, block_size) as kv:
-            for name, ops in operations(spec).items():
-                if name == "triton" and not machine.is_real:
-                    continue
-                if name == "torch" and block_size != block_sizes[0]:
-                    continue
-                decoder = TorchDecoder(spec, weights, kv, block_size, ops)
-                short = tuple(p for p in prompts if name != "torch" or p <= _SLOW_TOKENS)
-                _prompts(machine, report, spec, decoder, (name, block_size), short)
-                few = [b for b in batches if name != "torch" or b <= _SLOW_ROWS]
-                _tokens(machine, report, spec, decoder, (name, block_size), few, context)
-                if name != "torch":
-                    _attention(machine, report, spec, ops, kv, block_size, few, context)
+    with kv_cache(machine, spec, num_tokens, block_size) as kv:
+        recorder = recorder_on(machine) if is_recorded else None
+        yield TorchDecoder(spec, weights, kv, block_size, operations(spec)[ops], recorder)
 
 
-def _shape(machine: Machine) -> str:
-    """The largest model whose weights, and the KV of the largest batch, the device can hold."""
-    if not machine.is_real:
-        return "tiny"
-    free_bytes, _ = machine.driver().memory_bytes()
-    return "7b" if free_bytes > 56 * GIB else "1.5b"
+def _by_graphs(machine: Machine, report: Report, name: str) -> None:
+    """Whole steps, the device's part of them alone, and what the host leaves it idle."""
+    spec, context = SHAPES[name], _context(machine)
+    block_size, ops = (64, "triton") if machine.is_real else (8, "torch")
+    batches = (1, 32, 256) if machine.is_real else (1, 4)
+    report.add("layers", spec.num_layers, "", model=spec.name)
+    room = max(batches) * (context + block_size)
+    with _decoder(machine, name, ops, block_size, room, is_recorded=True) as decoder:
+        decoder.reserve(StepLimits(max(batches), max(batches), context + 1), _RECORD_S)
+        counts = decoder.graph_counts
+        assert counts is not None
+        report.add("graphs recorded", counts.recorded, "", model=spec.name)
+        for num in batches:
+            batch = single_tokens(spec, num, context, block_size)
+            before = counts.steps
+            whole, asked = machine.seconds(partial(_step, decoder, batch), 20)
+            assert counts.steps > before, "no step used a graph"
+            layers = _layers_s(machine, decoder, num)
+            where: dict[str, Setting] = {"model": spec.name, "batch": num, "context": context}
+            report.add("step by graphs", whole * 1e3, "ms", **where)
+            report.add("its layers on the device", layers * 1e3, "ms", **where)
+            report.add("of it the host asks", asked * 1e3, "ms", graphs=True, **where)
+            read = _bytes_read(spec, num, context)
+            report.add("step reads", read / whole / 1e9, "GB/s", graphs=True, **where)
+
+
+def _layers_s(machine: Machine, decoder: TorchDecoder, num: int) -> float:
+    """All layers of a step, asked for without waiting in between: the device never idles."""
+    graphs, rounds = decoder._graphs, 10
+    assert graphs is not None
+    rows = graphs.rows_for(num)
+    assert rows is not None
+    whole = LayerRange(0, decoder._spec.num_layers)
+
+    def several() -> None:
+        for _ in range(rounds):
+            graphs.launch(rows, whole)
+
+    return machine.seconds(several, 3)[0] / rounds
+
+
+def _step(decoder: TorchDecoder, batch: StepBatch) -> None:
+    decoder.logits(batch, decoder.forward(batch, decoder.embed(batch))).argmax(dim=1)
+
+
+def _bytes_read(spec: ModelSpec, num: int, context: int) -> int:
+    read = spec.num_layers * spec.layer_bytes + spec.head_bytes
+    return read + num * context * spec.num_layers * spec.unit_bytes(1)
+
+
+def _drawn(machine: Machine, report: Report, name: str) -> None:
+    """The sampler alone: greedy, and with what Qwen2.5-Instruct's generation config asks for."""
+    spec = SHAPES[name]
+    ways = {
+        "greedy": SamplingParams(max_tokens=9, temperature=0.0),
+        "Qwen's own": SamplingParams(
+            max_tokens=9, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, seed=0
+        ),
+    }
+    for num in (1, 32, 256) if machine.is_real else (1, 4):
+        logits = torch.randn(num, spec.vocab_size, device=machine.torch_device)
+        ids = [RequestId(str(row)) for row in range(num)]
+        for way, sampling in ways.items():
+            sampler = TorchSampler((2,), spec.vocab_size)
+            for one in ids:
+                sampler.start(SequenceStart(one, sampling, 64, TokenIds(range(64))))
+            steps = itertools.count(64)
+            seconds, _ = machine.seconds(partial(_sample, sampler, logits, ids, steps), 5)
+            report.add("sampled in", seconds * 1e3, "ms", way=way, batch=num)
+
+
+def _sample(
+    sampler: TorchSampler, logits: torch.Tensor, ids: list[RequestId], steps: Iterator[int]
+) -> None:
+    sampler.sample(logits, ids, [next(steps)] * len(ids))
 
 
 def _random_weights(spec: ModelSpec, device: torch.device) -> ModelWeights:
@@ -125,86 +219,70 @@ def _step_seconds(
     machine: Machine, decoder: TorchDecoder, batch: StepBatch, rounds: int
 ) -> tuple[float, float]:
     decoder.reserve(StepLimits(batch.num_tokens, len(batch.rows), int(batch.positions.max()) + 1))
-
-    def step() -> None:
-        decoder.logits(batch, decoder.forward(batch, decoder.embed(batch))).argmax(dim=1)
-
-    return machine.seconds(step, rounds)
+    return machine.seconds(partial(_step, decoder, batch), rounds)
 
 
-def _prompts(
-    machine: Machine,
-    report: Report,
-    spec: ModelSpec,
-    decoder: TorchDecoder,
-    settings: tuple[str, int],
-    prompts: tuple[int, ...],
-) -> None:
-    ops, block_size = settings
-    for length in prompts:
-        batch = _batch(spec, [length], length, block_size)
-        whole, _ = _step_seconds(machine, decoder, batch, 5)
-        pairs = length * (length + 1) // 2
-        flops = 2 * spec.num_layers * spec.layer_params * length
-        flops += 4 * spec.num_layers * spec.q_size * pairs
-        where: dict[str, Setting] = {"ops": ops, "block_size": block_size, "prompt_tokens": length}
-        report.add("prompt", whole * 1e3, "ms", **where)
-        report.add("prompt speed", flops / whole / 1e12, "TFLOP/s", **where)
+def _prompts(machine: Machine, report: Report, name: str, ops: str, block_size: int) -> None:
+    spec, lengths = SHAPES[name], [512, 2048, 8192] if machine.is_real else [16, 48]
+    if ops == "torch":
+        lengths = [length for length in lengths if length <= _SLOW_TOKENS]
+    with _decoder(machine, name, ops, block_size, max(lengths), is_recorded=False) as decoder:
+        for length in lengths:
+            batch = _batch(spec, [length], length, block_size)
+            whole, _ = _step_seconds(machine, decoder, batch, 5)
+            pairs = length * (length + 1) // 2
+            flops = 2 * spec.num_layers * spec.layer_params * length
+            flops += 4 * spec.num_layers * spec.q_size * pairs
+            where: dict[str, Setting] = {"ops": ops, "block_size": block_size}
+            where["prompt_tokens"] = length
+            report.add("prompt", whole * 1e3, "ms", **where)
+            report.add("prompt speed", flops / whole / 1e12, "TFLOP/s", **where)
 
 
-def _tokens(
-    machine: Machine,
-    report: Report,
-    spec: ModelSpec,
-    decoder: TorchDecoder,
-    settings: tuple[str, int],
-    batches: list[int],
-    context: int,
-) -> None:
-    ops, block_size = settings
-    for num in batches:
-        batch = single_tokens(spec, num, context, block_size)
-        whole, asked = _step_seconds(machine, decoder, batch, 10)
-        read = spec.num_layers * spec.layer_bytes + spec.head_bytes
-        read += num * context * spec.num_layers * spec.unit_bytes(1)
-        where: dict[str, Setting] = {
-            "ops": ops,
-            "block_size": block_size,
-            "batch": num,
-            "context": context,
-        }
-        report.add("step", whole * 1e3, "ms", **where)
-        report.add("of it the host asks", asked * 1e3, "ms", **where)
-        report.add("step reads", read / whole / 1e9, "GB/s", **where)
+def _tokens(machine: Machine, report: Report, name: str, ops: str, block_size: int) -> None:
+    spec, context, batches = SHAPES[name], _context(machine), _batches(machine, ops)
+    room = max(batches) * (context + block_size)
+    with _decoder(machine, name, ops, block_size, room, is_recorded=False) as decoder:
+        for num in batches:
+            batch = single_tokens(spec, num, context, block_size)
+            whole, asked = _step_seconds(machine, decoder, batch, 10)
+            where: dict[str, Setting] = {"ops": ops, "block_size": block_size, "batch": num}
+            where["context"] = context
+            report.add("step", whole * 1e3, "ms", **where)
+            report.add("of it the host asks", asked * 1e3, "ms", **where)
+            read = _bytes_read(spec, num, context)
+            report.add("step reads", read / whole / 1e9, "GB/s", **where)
 
 
-def _attention(
-    machine: Machine,
-    report: Report,
-    spec: ModelSpec,
-    ops: Ops,
-    kv_bytes: torch.Tensor,
-    block_size: int,
-    batches: list[int],
-    context: int,
-) -> None:
+def _attention(machine: Machine, report: Report, name: str, block_size: int) -> None:
     """Attention alone, all layers in turn, so that no cache of the device holds the KV."""
-    dtype = TORCH_DTYPES[spec.dtype]
+    spec, context = SHAPES[name], _context(machine)
+    served = "triton" if machine.is_real else "torch"
+    ops, dtype = operations(spec)[served], TORCH_DTYPES[spec.dtype]
+    batches = _batches(machine, served)
     shape = (-1, 2, spec.num_kv_heads, block_size, spec.head_dim)
-    kv = kv_bytes.view(dtype).view(shape)
-    for num in batches:
-        host = single_tokens(spec, num, context, block_size)
-        batch = DeviceBatch.of(host, block_size, machine.torch_device)
-        q = torch.randn(num, spec.num_heads, spec.head_dim, device=machine.torch_device).to(dtype)
-        out = torch.empty(num, spec.q_size, dtype=dtype, device=machine.torch_device)
+    with kv_cache(machine, spec, max(batches) * (context + block_size), block_size) as kv_bytes:
+        kv = kv_bytes.view(dtype).view(shape)
+        for num in batches:
+            host = single_tokens(spec, num, context, block_size)
+            batch = DeviceBatch.of(host, block_size, machine.torch_device)
+            q = torch.randn(num, spec.num_heads, spec.head_dim, device=machine.torch_device)
+            q = q.to(dtype)
+            out = torch.empty(num, spec.q_size, dtype=dtype, device=machine.torch_device)
+            whole, _ = machine.seconds(partial(_attend, ops, spec, q, kv, batch, out), 10)
+            read = num * context * spec.num_layers * spec.unit_bytes(1)
+            where: dict[str, Setting] = {"block_size": block_size, "batch": num}
+            where["context"] = context
+            report.add("attention alone reads", read / whole / 1e9, "GB/s", **where)
 
-        def attend(
-            q: torch.Tensor = q, batch: DeviceBatch = batch, out: torch.Tensor = out
-        ) -> None:
-            for layer in range(spec.num_layers):
-                ops.attend(layer, q, kv, batch, out)
 
-        whole, _ = machine.seconds(attend, 10)
-        read = num * context * spec.num_layers * spec.unit_bytes(1)
-        where: dict[str, Setting] = {"block_size": block_size, "batch": num, "context": context}
-        report.add("attention alone reads", read / whole / 1e9, "GB/s", **where)
+def _attend(
+    ops: Ops,
+    spec: ModelSpec,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    batch: DeviceBatch,
+    out: torch.Tensor,
+) -> None:
+    for layer in range(spec.num_layers):
+        ops.attend(layer, q, kv, batch, out)

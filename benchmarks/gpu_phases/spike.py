@@ -7,9 +7,11 @@ the middle goes on there.
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.costs import (
     PROFILE,
     batch_tokens_of,
@@ -65,33 +67,70 @@ def run(machine: Machine, report: Report) -> None:
     instance = _instance(machine, spec, memory_bytes)
     load, simulated = _overflowing(machine, instance)
     workload = _workload(machine, load)
-    report.add("requests", len(workload), "", model=spec.name, load=load)
-    report.add("KV memory of each", kv_bytes / MIB, "MiB", model=spec.name, load=load)
-    for result in simulated:
-        _tell(report, result, "simulated")
-    experiment = Experiment(
-        setup=_setup(machine, spec, memory_bytes),
-        systems=SYSTEMS,
-        loads=(load,),
-        rounds=_ROUNDS if machine.is_real else 1,
+    rounds = _ROUNDS if machine.is_real else 1
+    setup = _setup(machine, spec, memory_bytes)
+    jobs = _jobs(Experiment(setup=setup, systems=SYSTEMS, loads=(load,), rounds=rounds), workload)
+    burst = _Burst(machine, report, setup, began_s, workload.duration_s)
+
+    def simulate_it() -> None:
+        report.add("requests", len(workload), "", model=spec.name, load=load)
+        report.add("KV memory of each", kv_bytes / MIB, "MiB", model=spec.name, load=load)
+        for result in simulated:
+            _tell(report, result, "simulated")
+        _verdict(report, "simulated", simulated)
+
+    machine.do(
+        Part("simulated", simulate_it),
+        *(
+            Part(f"round {number + 1}", partial(burst.play, jobs, number))
+            for number in range(rounds)
+        ),
     )
-    found: list[RunResult] = []
-    for job in _jobs(experiment, workload):
-        known = _known(machine.folder / RUNS).get((job.place, job.digest))
+
+
+@dataclass(slots=True)
+class _Burst:
+    """Real servers under it, one after the other."""
+
+    machine: Machine
+    report: Report
+    setup: RealSetup
+    began_s: float
+    run_s: float
+    """How long a run takes, beside the server's start and stop."""
+    found: list[RunResult] = field(default_factory=list)
+
+    def play(self, jobs: Sequence[RealJob], number: int) -> None:
+        """A run of each system, and the verdict of what there is: one that fails stops no other."""
+        known = _known(self.machine.folder / RUNS)
+        done = [known.get((job.place, job.digest)) for job in jobs if job.place.round < number]
+        self.found = [result for result in done if result is not None]
+        bad: list[str] = []
+        for job in (job for job in jobs if job.place.round == number):
+            try:
+                result = self._result(job)
+            except Exception as error:
+                bad.append(f"{job.place.system}: {error}")
+                continue
+            _tell(self.report, result, "real")
+            self.found.append(result)
+            if result.num_failed:
+                bad.append(f"{job.place.system}: {result.num_failed} requests failed")
+        _verdict(self.report, "real", self.found)
+        assert not bad, "; ".join(bad)
+
+    def _result(self, job: RealJob) -> RunResult:
+        """Of an earlier call, or of a server of its own now."""
+        path = self.machine.folder / RUNS
+        known = _known(path).get((job.place, job.digest))
         if known is None:
-            spent_s = time.monotonic() - began_s
-            longest_s = max((r.duration_s for r in found), default=workload.duration_s)
-            if spent_s + longest_s + _START_S > machine.limit_s:
-                raise SystemExit("no time for a further run: call again, what is done is kept")
-            assert isinstance(experiment.setup, RealSetup)
-            (outcome,) = run_jobs([job], experiment.setup, lambda text: None)
+            self.run_s = max([self.run_s, *(one.duration_s for one in self.found)])
+            if time.monotonic() - self.began_s + self.run_s + _START_S > self.machine.limit_s:
+                raise TimeoutError("no time for a further run: call again, what is done is kept")
+            (outcome,) = run_jobs([job], self.setup, lambda text: None)
             known = outcome.result
-            results.append(machine.folder / RUNS, known)
-        _tell(report, known, "real")
-        found.append(known)
-    _verdict(report, "real", found)
-    _verdict(report, "simulated", simulated)
-    assert not sum(result.num_failed for result in found), "requests failed"
+            results.append(path, known)
+        return known
 
 
 def _jobs(experiment: Experiment, workload: Workload) -> list[RealJob]:

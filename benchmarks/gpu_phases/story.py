@@ -3,7 +3,6 @@
 It is a function of the phases' JSON alone. A phase that is not there is said to be missing.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,7 +91,7 @@ CHARTS = (
     Chart("P1", "Half of a model's layers: what takes how long", (
         "prepare a drop", "commit a drop", "unmap after a drop, all", "prepare a restore",
         "commit a restore", "unmap after a restore, all"), "name", is_log=True,
-        by=("granule_kib", "kernels")),
+        by=("granule_kib", "kernels", "graphs")),
     Chart("P4", "A step with and without graphs", ("step",), "batch", is_line=True, by=("graphs",)),
     Chart("P5", "Prompts", ("prompt speed",), "prompt_tokens", is_line=True,
           by=("ops", "block_size"), ceiling="bfloat16 product"),
@@ -119,19 +118,8 @@ CHARTS = (
 )  # fmt: skip
 
 
-def read(out: Path, phases: Sequence[str]) -> Found:
-    """What there is of the phases."""
-    paths = {name: out / f"{name}.json" for name in phases}
-    return {
-        name: json.loads(path.read_text(encoding="utf-8"))
-        for name, path in paths.items()
-        if path.exists()
-    }
-
-
-def write_report(out: Path, phases: dict[str, str]) -> Path:
+def write_report(out: Path, phases: dict[str, str], found: Found) -> Path:
     """What all phases so far have found, as Markdown and images. ``phases``: name -> module."""
-    found = read(out, list(phases))
     lines = ["# A day on a GPU", "", "| phase | what | outcome | seconds |", "|---|---|---|---|"]
     for name, module in phases.items():
         one = found.get(name)
@@ -189,6 +177,9 @@ def _part(name: str, module: str, found: dict[str, Any], images: Sequence[str]) 
     ]
     if figures:
         lines += ["```text", "\n\n".join(tables_of(figures)), "```"]
+    for part, one in found.get("parts", {}).items():
+        if one["is"] != "done":
+            lines += ["", f"Part `{part}` is {one['is']}: {one.get('why', 'it did not end')}"]
     if found["log"]:
         lines += ["", "The end of its log:", "", "```text", *found["log"], "```"]
     return lines

@@ -9,9 +9,11 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.kernels import operations
 from benchmarks.gpu_phases.machine import GIB, SHAPES, Machine
 from benchmarks.gpu_phases.speed import kv_cache, single_tokens
@@ -68,21 +70,30 @@ class _Case:
 
 def run(machine: Machine, report: Report) -> None:
     """Ours at a few sizes, and with other tiles; then FlashInfer, which may compile for long."""
-    cases = list(_cases(machine))
-    spec = SHAPES[_shape(machine)]
-    for block_size in (64, 16) if machine.is_real else (8,):
-        most = max(num * (context + block_size) for num, context in cases)
-        with kv_cache(machine, spec, most, block_size) as kv:
-            each = [_Case(machine, spec, kv, block_size, *case) for case in cases]
-            for case in each:
-                _ours(report, case)
-            for case in each if block_size == 64 else ():
-                _other_tiles(report, case)
-            if importlib.util.find_spec("flashinfer") is None:
-                report.add("not there", None, "", by="flashinfer", block_size=block_size)
-                continue
-            for case in each:
-                _flashinfer(report, case)
+    sizes = (64, 16) if machine.is_real else (8,)
+    over = partial(_over, machine, report)
+    machine.do(
+        *(Part(f"ours, blocks of {size}", partial(over, _ours, size)) for size in sizes),
+        Part("other tiles", partial(over, _other_tiles, sizes[0])),
+        *(
+            Part(f"flashinfer, blocks of {size}", partial(over, _flashinfer, size))
+            for size in sizes
+        ),
+    )
+
+
+def _over(
+    machine: Machine, report: Report, measure: Callable[[Report, _Case], None], block_size: int
+) -> None:
+    """All cases with blocks of that size."""
+    if measure is _flashinfer and importlib.util.find_spec("flashinfer") is None:
+        report.add("not there", None, "", by="flashinfer", block_size=block_size)
+        return
+    spec, cases = SHAPES[_shape(machine)], list(_cases(machine))
+    most = max(num * (context + block_size) for num, context in cases)
+    with kv_cache(machine, spec, most, block_size) as kv:
+        for case in cases:
+            measure(report, _Case(machine, spec, kv, block_size, *case))
 
 
 def _cases(machine: Machine) -> Iterator[tuple[int, int]]:

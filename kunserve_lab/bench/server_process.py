@@ -20,6 +20,8 @@ READY_S = 180.0
 STOP_S = 20.0
 LAST_LINES = 15
 """Of the log, in an error."""
+_LOGS = "KUNSERVE_SERVER_LOGS"
+"""A folder in which logs of servers are kept; else they go with the server."""
 
 
 class ServerProcess:
@@ -114,7 +116,9 @@ def free_ports(number: int) -> list[int]:
 def running_server(flags: Sequence[str]) -> Generator[ServerProcess, None, None]:
     """A ready server with these ``kunserve serve`` arguments (the model first)."""
     with unwinding_on_sigterm(), tempfile.TemporaryDirectory(prefix="kunserve-") as folder:
-        server = ServerProcess.serving(flags, Path(folder) / "server.log")
+        kept = os.environ.get(_LOGS)
+        name = f"server-{os.getpid()}-{time.time_ns()}.log"
+        server = ServerProcess.serving(flags, Path(kept or folder) / name)
         try:
             server.wait_ready()
             yield server

@@ -6,7 +6,8 @@
  * whose end was not waited for has not happened. A copy that meets unmapped memory spoils the
  * context for ever, as on a device.
  *
- * What the tests turn: memory, granularity, refused calls, latency (fake_*, at the end).
+ * What the tests turn: memory, granularity, refused calls, latency, what mapping does to work that
+ * is queued, errors that stay (fake_*, at the end).
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -76,7 +77,9 @@ static int fails_with = OUT_OF_MEMORY, is_initialized, spoiled;
 static long call_ns, gib_ns, num_memories;
 static u64 tickets;
 static int driver_version = 13000, has_virtual_memory = 1, num_devices = 1, capability = 90;
-static int can_export = 1;
+static int can_export = 1, gives_exportable = 1;
+static enum { IGNORE, STALL, FAULT } beside_work; /* what mapping and unmapping do to queued work */
+static long num_beside_work;
 static _Thread_local int has_context;
 
 static Result enter(int needs_context) {
@@ -176,6 +179,18 @@ static int covers(u64 address, size_t size, int wants_access) {
     }
     return 1;
 }
+static void run(Stream *stream, u64 ticket);
+/* Page tables change while streams have work: some drivers wait for it, and on some devices the
+ * running kernel faults although its addresses are others. */
+static void change_tables(void) {
+    int is_busy = 0;
+    for (size_t i = 0; i < num_streams; i++)
+        for (size_t j = 0; j < streams[i]->num; j++) is_busy |= streams[i]->ops[j].kind == COPY;
+    num_beside_work += is_busy;
+    if (!is_busy || beside_work == IGNORE) return;
+    if (beside_work == FAULT) spoiled = ILLEGAL_ADDRESS;
+    else for (size_t i = 0; i < num_streams; i++) run(streams[i], tickets);
+}
 static void let_go(Memory *memory) {
     if (memory->handles || memory->mappings) return;
     used -= memory->charged;
@@ -226,7 +241,7 @@ static Memory *new_memory(int fd, size_t size, size_t charged) {
 Result cuMemCreate(u64 *handle, size_t size, const Prop *prop, u64 flags) {
     ENTER;
     REFUSE_IF(!size || !is_whole(size) || !is_good(prop) || flags);
-    if (prop->handle_types && !can_export) return leave(NOT_SUPPORTED);
+    if (prop->handle_types && !(can_export && gives_exportable)) return leave(NOT_SUPPORTED);
     if (used + size > total) return leave(OUT_OF_MEMORY);
     int fd = memfd_create("fakecuda", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, (off_t)size)) return leave(OUT_OF_MEMORY);
@@ -257,6 +272,7 @@ Result cuMemMap(u64 address, size_t size, size_t offset, u64 handle, u64 flags) 
     REFUSE_IF(!span_of(address, size));
     for (size_t i = 0; i < num_maps; i++)
         REFUSE_IF(overlaps(address, size, maps[i].address, maps[i].size));
+    change_tables();
     if (mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->fd, 0) == MAP_FAILED)
         return leave(OUT_OF_MEMORY);
     memory->mappings++;
@@ -289,6 +305,7 @@ Result cuMemUnmap(u64 address, size_t size) {
             REFUSE_IF(maps[i].address < address);
             REFUSE_IF(maps[i].address + maps[i].size > address + size);
         }
+    change_tables();
     mmap((void *)address, size, PROT_NONE,
          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     for (size_t i = 0; i < num_maps;)
@@ -451,7 +468,9 @@ void fake_configure(size_t granularity_bytes, size_t total_bytes) {
     fails_from = fails_to = -1;
     call_ns = gib_ns = 0;
     driver_version = 13000;
-    has_virtual_memory = num_devices = can_export = 1;
+    has_virtual_memory = num_devices = can_export = gives_exportable = 1;
+    beside_work = IGNORE;
+    num_beside_work = 0;
     capability = 90;
 }
 void fake_describe(int version, int has_vmm, int count, int computes, int exports) {
@@ -468,6 +487,13 @@ void fake_refuse(long after, long count, int code) {
     fails_with = code;
 }
 void fake_delay(long ns_per_call, long ns_per_gib) { call_ns = ns_per_call; gib_ns = ns_per_gib; }
+/* From now on every call fails with that error, as after a kernel's illegal access. */
+void fake_spoil(int code) { spoiled = code; }
+/* Memory that can be exported is refused although the device says that it has it. */
+void fake_refuse_exportable(void) { gives_exportable = 0; }
+/* 0: nothing; 1: mapping waits for queued work; 2: queued work faults. */
+void fake_beside_work(int what) { beside_work = what; }
+long fake_changes_beside_work(void) { return num_beside_work; }
 long fake_calls(void) { return num_calls; }
 size_t fake_used(void) { return used; }
 /* What is left: memories, mappings, reservations, pinned areas, streams. */

@@ -7,10 +7,12 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 SOURCE = Path(__file__).parent / "fakecuda.c"
 KIB = 1 << 10
 MIB = 1 << 20
+ILLEGAL_ADDRESS = 700
 REFUSED = 2
 """The error of refused calls: out of memory."""
 LEFT = ("memories", "mappings", "reservations", "pinned areas", "streams")
@@ -34,8 +36,9 @@ class FakeCuda:
 
     def __init__(self, granularity_bytes: int = 4 * KIB, total_bytes: int = 64 * MIB) -> None:
         self._library = ctypes.CDLL(build())
-        for name in ("fake_configure", "fake_refuse", "fake_delay"):
+        for name in ("fake_configure", "fake_refuse", "fake_delay", "fake_spoil"):
             getattr(self._library, name).restype = None
+        self._library.fake_changes_beside_work.restype = ctypes.c_long
         self._library.fake_configure.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
         self._library.fake_refuse.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_int)
         self._library.fake_delay.argtypes = (ctypes.c_long, ctypes.c_long)
@@ -75,6 +78,23 @@ class FakeCuda:
     def refuse_nothing(self) -> None:
         """Be good again."""
         self._library.fake_refuse(0, 0, REFUSED)
+
+    def spoil(self, error: int = ILLEGAL_ADDRESS) -> None:
+        """Fail every call from now on, as a device does after some errors; until configured."""
+        self._library.fake_spoil(error)
+
+    def refuse_exportable(self) -> None:
+        """Give no memory that can be exported, although the device says that it has it."""
+        self._library.fake_refuse_exportable()
+
+    def beside_work(self, what: Literal["ignore", "stall", "fault"]) -> None:
+        """What mapping and unmapping do to copies that are queued."""
+        self._library.fake_beside_work(("ignore", "stall", "fault").index(what))
+
+    @property
+    def num_changes_beside_work(self) -> int:
+        """Calls that mapped or unmapped while copies were queued, since it was configured."""
+        return int(self._library.fake_changes_beside_work())
 
     def left(self) -> dict[str, int]:
         """What nobody has given back."""

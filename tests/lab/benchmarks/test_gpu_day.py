@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_day
+from benchmarks.gpu_day import Day
+from benchmarks.gpu_kit import parts
 from benchmarks.gpu_phases import probe
 from benchmarks.gpu_phases.costs import PROFILE
 from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES
 from kunserve.model.profile import read_profile
 from tests.fakecuda.library import FakeCuda
 
-QUICK = ("P0", "P1", "P2", "P4", "P5", "P5b", "P8")
+QUICK = ("S", "P0", "P1", "P2", "P4", "P5", "P5b", "P8")
 
 
 def figures_of(lines: str) -> dict[str, float | None]:
-    found = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in lines.splitlines() if '"settings"' in line]
     return {figure["name"]: figure["value"] for figure in found}
 
 
@@ -63,7 +65,7 @@ def test_servers_that_are_asked_once(
 
 
 def test_two_processes_under_load(tmp_path: Path) -> None:
-    found = gpu_day.run_apart("P6", "fake", tmp_path, 250.0)
+    found = gpu_day.run_apart("P6", Day("fake", tmp_path), 250.0, ("14b, mapped",))
     assert found["outcome"] == gpu_day.DONE, found["log"]
     kinds = [one["settings"].get("transition") for one in found["figures"]]
     assert {"drop", "restore"} <= set(kinds)
@@ -82,7 +84,7 @@ def test_all_phases(tmp_path: Path) -> None:
 
 
 def test_a_phase_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
-    found = gpu_day.run_apart("P1", "fake", tmp_path, 0.05)
+    found = gpu_day.run_apart("P1", Day("fake", tmp_path), 0.05)
     assert found["outcome"].startswith("stopped after")
     assert json.loads((tmp_path / "P1.json").read_text()) == found
     assert "stopped after" in gpu_day.write_report(tmp_path).read_text()
@@ -92,11 +94,13 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     ran: list[str] = []
     outcomes = {"P0": "failed with exit code 1", "P1": gpu_day.DONE, "P2": gpu_day.DONE}
 
-    def run_apart(name: str, device: str, out: Path, limit_s: float) -> dict[str, Any]:
+    def run_apart(
+        name: str, day: Day, limit_s: float, only: tuple[str, ...], anew: bool
+    ) -> dict[str, Any]:
         ran.append(name)
-        found: dict[str, Any] = {"outcome": outcomes[name], "device": device, "seconds": 1.0}
+        found: dict[str, Any] = {"outcome": outcomes[name], "device": day.device, "seconds": 1.0}
         found |= {"figures": [], "log": ["it broke"]}
-        (out / f"{name}.json").write_text(json.dumps(found))
+        (day.out / f"{name}.json").write_text(json.dumps(found))
         return found
 
     def call(*flags: str) -> int:
@@ -122,7 +126,7 @@ def test_a_phase_that_there_is_not_is_said(
     monkeypatch.setattr(sys, "argv", ["gpu_day", "--phases", "P0,P11"])
     with pytest.raises(SystemExit):
         gpu_day.main()
-    assert "P11 is none of P0, P1" in capsys.readouterr().err
+    assert "P11 is none of S, P3" in capsys.readouterr().err
 
 
 def test_no_driver_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +140,7 @@ def test_no_driver_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_half_a_line_of_a_killed_process_is_no_figure(tmp_path: Path) -> None:
     path = tmp_path / "P1.jsonl"
     path.write_text('{"name": "map", "settings": {}}\nother words\n{"name": "unm')
-    assert gpu_day._figures(path) == [{"name": "map", "settings": {}}]
+    assert parts.read(path).figures == [{"name": "map", "settings": {}}]
 
 
 def test_missing_packages_come_with_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

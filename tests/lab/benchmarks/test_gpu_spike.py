@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_kit.parts import PartsFailed
 from benchmarks.gpu_phases import spike
 from benchmarks.gpu_phases.machine import SHAPES, Machine
 from benchmarks.report import Report
@@ -25,6 +26,7 @@ COST = CostCoefficients(1e-9, 2e-5, 4e-3, 3e-3)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """One that nothing was measured on, with step times by hand."""
     monkeypatch.setattr(spike, "stock_device", lambda machine: None)
+    monkeypatch.setattr(Machine, "is_alive", lambda machine: True)
     monkeypatch.setattr(spike, "RooflineTimes", lambda *args: None)
     monkeypatch.setattr(spike, "profile_times", lambda *args: COST)
     return Machine(False, "no library", tmp_path)
@@ -47,7 +49,7 @@ def served(asked: list[RealJob]) -> Callable[..., Iterator[Outcome]]:
 
 
 def figures_of(text: str) -> list[tuple[str, str]]:
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = [json.loads(line) for line in text.splitlines() if '"settings"' in line]
     return [
         (line["settings"].get("world", ""), line["settings"].get("system", "")) for line in lines
     ]
@@ -104,6 +106,6 @@ def test_runs_that_would_not_end_in_time_are_for_the_next_call(
 ) -> None:
     asked: list[RealJob] = []
     monkeypatch.setattr(spike, "run_jobs", served(asked))
-    with pytest.raises(SystemExit, match="call again"):
+    with pytest.raises(PartsFailed, match="call again"):
         spike.run(replace(machine, limit_s=50.0), Report("test"))
     assert not asked

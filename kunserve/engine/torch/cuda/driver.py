@@ -8,6 +8,8 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from kunserve.core.faults import Fault
+
 LIBRARY = "libcuda.so.1"
 
 Handle: TypeAlias = int
@@ -19,9 +21,14 @@ _READ_WRITE = 3
 _POSIX_FD = 1
 _HAS_VIRTUAL_MEMORY = 102
 _CAN_EXPORT_FD = 103
+_BY_KERNELS = frozenset({700, 701, 709, 710, 714, 715, 716, 717, 718, 719})
+"""Errors of kernels that stay: illegal addresses and instructions, failed assertions."""
+_BY_DEVICES = frozenset({214, 220, 702, 721, 999})
+"""And of the hardware: memory, links, a kernel without end, and what nobody knows."""
 _CAPABILITY = (75, 76)
 _NON_BLOCKING = 1
 _NO_TIMING = 2
+_OUT_OF_MEMORY = 2
 
 
 class _Location(ctypes.Structure):
@@ -89,6 +96,18 @@ class CudaError(OSError):
     """The driver refused a call. ``strerror`` names the error and the call."""
 
 
+class DeviceLost(RuntimeError):
+    """The device does nothing more for this process, which must end.
+
+    No OSError: those are refusals, after which one may go on.
+    """
+
+    def __init__(self, text: str, result: int) -> None:
+        super().__init__(text)
+        self.fault = Fault.REQUEST if result in _BY_KERNELS else Fault.MACHINE
+        """A kernel did it, and so perhaps a request; or the device."""
+
+
 @dataclass(frozen=True, slots=True)
 class Card:
     """A device that nobody has entered yet: entering takes hundreds of MiB of it."""
@@ -148,11 +167,13 @@ def _call(bound: ctypes.CDLL, name: str, *arguments: Any) -> None:
         raise _error(bound, name, result)
 
 
-def _error(bound: ctypes.CDLL, name: str, result: int) -> CudaError:
+def _error(bound: ctypes.CDLL, name: str, result: int) -> CudaError | DeviceLost:
     text = c_char_p()
     bound.cuGetErrorName(result, byref(text))
-    what = (text.value or b"an unknown error").decode()
-    return CudaError(result, f"{what} ({result}) in {name}")
+    what = f"{(text.value or b'an unknown error').decode()} ({result}) in {name}"
+    if name != "cuInit" and result in _BY_KERNELS | _BY_DEVICES:
+        return DeviceLost(f"the device is lost: {what}", result)
+    return CudaError(result, what)
 
 
 class Driver:
@@ -167,13 +188,11 @@ class Driver:
         self.device = device.value
         self._call("cuDevicePrimaryCtxRetain", byref(context), self.device)
         self._context = context
-        # Asked for where it cannot be, no memory would be given at all.
-        handle_types = _POSIX_FD if self.can_export else 0
-        self._prop = AllocationProp(
-            type=_PINNED, handle_types=handle_types, location=_Location(_DEVICE, ordinal)
-        )
+        self._prop = AllocationProp(type=_PINNED, location=_Location(_DEVICE, ordinal))
         self._access = AccessDesc(_Location(_DEVICE, ordinal), _READ_WRITE)
         self.enter()
+        self.can_export = self._gets_exportable()
+        """Whether memory can be given to other processes as a file descriptor."""
 
     def enter(self) -> None:
         """Let this thread use the device."""
@@ -204,11 +223,6 @@ class Driver:
     def has_virtual_memory(self) -> bool:
         """Whether memory can be mapped at chosen addresses."""
         return bool(self._number("cuDeviceGetAttribute", _HAS_VIRTUAL_MEMORY, self.device))
-
-    @property
-    def can_export(self) -> bool:
-        """Whether memory can be given to other processes as a file descriptor."""
-        return bool(self._number("cuDeviceGetAttribute", _CAN_EXPORT_FD, self.device))
 
     def memory_bytes(self) -> tuple[int, int]:
         """Device memory: what is free now, and all of it."""
@@ -334,6 +348,22 @@ class Driver:
     def copy_inside(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """From device memory to device memory."""
         self._call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
+
+    def _gets_exportable(self) -> bool:
+        """Ask for such memory from now on, if there is any.
+
+        The device's word is not enough: under some sandboxes all of it is refused.
+        """
+        if not self._number("cuDeviceGetAttribute", _CAN_EXPORT_FD, self.device):
+            return False
+        self._prop.handle_types = _POSIX_FD
+        try:
+            self.release(self.create(self.granularity_bytes()))
+        except CudaError as error:
+            if error.errno != _OUT_OF_MEMORY:  # of that, whoever needs memory will hear
+                self._prop.handle_types = 0
+                return False
+        return True
 
     def _number(self, name: str, *arguments: int) -> int:
         value = c_int()

@@ -13,7 +13,7 @@ from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.memory.instance_memory import InstanceMemory, RemapFailed
-from kunserve.engine.torch.cuda.driver import Driver
+from kunserve.engine.torch.cuda.driver import DeviceLost, Driver
 from kunserve.engine.torch.cuda.pages import DevicePages
 from kunserve.engine.torch.cuda.staging import Staging
 from tests.fakecuda.library import KIB, MIB, FakeCuda
@@ -220,3 +220,17 @@ def test_a_granule_goes_to_another_process(memory: DeviceMemory, driver: Driver)
     handle = driver.import_(fd)
     driver.release(handle)
     os.close(fd)
+
+
+def test_a_lost_device_is_no_refusal(memory: DeviceMemory, fake: FakeCuda) -> None:
+    """Nobody waits for a better moment: there is none."""
+    fake.spoil()
+    with pytest.raises(DeviceLost):
+        memory.prepare(MIDDLE)
+    fake.spoil(0)
+    assert memory.prepare(MIDDLE) is None
+    memory.drop(MIDDLE)
+    fake.spoil()
+    with pytest.raises(DeviceLost):
+        memory.tidy()
+    fake.spoil(0)

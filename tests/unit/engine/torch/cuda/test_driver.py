@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from kunserve.core.faults import Fault, fault_of
 from kunserve.engine.torch.cuda import driver as driver_module
-from kunserve.engine.torch.cuda.driver import CudaError, Driver
+from kunserve.engine.torch.cuda.driver import CudaError, DeviceLost, Driver
 from tests.fakecuda.library import KIB, SOURCE, FakeCuda, build
 
 SIZE = 4 * KIB
@@ -163,15 +164,64 @@ def test_a_copy_into_what_was_unmapped_spoils_everything(driver: Driver, fake: F
     pinned, stream = driver.host_alloc(SIZE), driver.stream()
     driver.copy_in(address, pinned, SIZE, stream)
     driver.unmap(address, SIZE)
-    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+    with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):
         driver.synchronize(stream)
-    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+    with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):
         driver.granularity_bytes()
     FakeCuda()
     driver.stream_destroy(stream)
     driver.host_free(pinned)
     driver.release(handle)
     driver.unreserve(address, SIZE)
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"), [(700, Fault.REQUEST), (719, Fault.REQUEST), (999, Fault.MACHINE)]
+)
+def test_an_error_that_stays_is_no_refusal(
+    driver: Driver, fake: FakeCuda, error: int, fault: Fault
+) -> None:
+    fake.spoil(error)
+    with pytest.raises(DeviceLost, match=str(error)) as lost:
+        driver.create(SIZE)
+    assert fault_of(lost.value) is fault and not isinstance(lost.value, OSError)
+
+
+def test_memory_that_cannot_be_exported_is_taken_without(fake: FakeCuda) -> None:
+    """The device says that it can; a sandbox refuses it."""
+    fake.refuse_exportable()
+    driver = Driver(library=build())
+    assert not driver.can_export
+    driver.release(driver.create(SIZE))
+    FakeCuda(SIZE, total_bytes=0)
+    assert Driver(library=build()).can_export, "a full device says nothing of it"
+
+
+def test_mapping_beside_queued_copies(driver: Driver, space: int, fake: FakeCuda) -> None:
+    """Some drivers wait, on some devices what runs faults: both as a test wants it."""
+    handle, stream, pinned = driver.create(SIZE), driver.stream(), driver.host_alloc(SIZE)
+    driver.map(space, SIZE, handle)
+    driver.allow(space, SIZE)
+    for what, is_seen in (("ignore", False), ("stall", True), ("fault", None)):
+        write(space, b"old")
+        write(pinned, b"new")
+        fake.beside_work(what)
+        driver.copy_in(space, pinned, 3, stream)
+        if is_seen is None:
+            with pytest.raises(DeviceLost):
+                driver.map(space + SIZE, SIZE, handle)
+                driver.synchronize(stream)
+            break
+        driver.map(space + SIZE, SIZE, handle)
+        assert (ctypes.string_at(space, 3) == b"new") == is_seen
+        driver.synchronize(stream)
+        driver.unmap(space + SIZE, SIZE)
+    assert fake.num_changes_beside_work == 3
+    FakeCuda()
+    driver.stream_destroy(stream)
+    driver.unmap(space, 2 * SIZE)
+    driver.host_free(pinned)
+    driver.release(handle)
 
 
 def test_memory_goes_to_another_process(driver: Driver, space: int) -> None:
