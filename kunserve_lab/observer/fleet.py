@@ -103,13 +103,10 @@ def with_memory(profile: InstanceProfile, capacity_blocks: int) -> InstanceProfi
 
 
 def corrected(profile: InstanceProfile, factors: Factors) -> InstanceProfile:
-    """The same with the fleet's own step times."""
-    alone = profile.times_alone
-    return replace(
-        profile,
-        times=FleetTimes(profile.times, factors),
-        times_alone=None if alone is None else FleetTimes(alone, factors),
-    )
+    """The same with the fleet's own step times, in which what shares a replica's machine has its
+    part.
+    """
+    return replace(profile, times=FleetTimes(profile.times, factors), times_alone=None)
 
 
 def fit_factors(profile: InstanceProfile, changes: Iterable[Change], max_tokens: int) -> Factors:
