@@ -34,7 +34,6 @@ class Watched:
             self.episodes += [] if episode is None else [episode]
         last = self.session.close()
         self.episodes += [] if last is None else [last]
-        self.session.refit()
 
     @property
     def greatest(self) -> Episode:
@@ -42,7 +41,7 @@ class Watched:
 
     def judge(self) -> Judged:
         session = self.session
-        return judge_here((self.greatest, session.profile(), session.factors, session.made))
+        return judge_here((self.greatest, *session.make_of(self.greatest), session.made))
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +89,8 @@ def test_what_is_foretold_is_what_happens(short_of_memory: Watched, memory_judge
 
 def test_step_times_are_found_again(short_of_memory: Watched) -> None:
     """The fleet is its preset: both factors are about one."""
-    factors = short_of_memory.session.factors
-    assert factors.num_intervals > 20
+    _, factors = short_of_memory.session.make_of(short_of_memory.greatest)
+    assert factors.num_windows > 10
     assert factors.decode == pytest.approx(1.0, abs=0.15)
     assert factors.prompt == pytest.approx(1.0, abs=0.25)
 
@@ -148,7 +147,7 @@ def test_nothing_is_made_of_a_quiet_fleet() -> None:
 def test_what_cannot_be_simulated_is_said(short_of_memory: Watched) -> None:
     session, episode = short_of_memory.session, short_of_memory.greatest
     nothing = replace(episode, changes=())
-    judged = judge_here((nothing, session.profile(), session.factors, session.made))
+    judged = judge_here((nothing, *session.make_of(episode), session.made))
     assert cause_of(judged) is Cause.UNKNOWN
     assert "not known" in sentence(judged)
     assert comparison(judged) == []

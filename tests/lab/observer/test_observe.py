@@ -279,7 +279,7 @@ def test_a_simulation_that_takes_too_long_is_killed() -> None:
         session.feed(group, group[0].time_s)
     episode = session.close()
     assert episode is not None
-    judged = judge_aside((episode, session.profile(), session.factors, session.made), 0.0)
+    judged = judge_aside((episode, *session.make_of(episode), session.made), 0.0)
     assert "took longer than 0 s" in judged.why_not
 
 
@@ -294,7 +294,7 @@ def test_too_many_episodes_are_told_without_figures() -> None:
     async def give() -> None:
         judging = Judging(told.append)
         for _ in range(20):
-            judging.give((episode, session.profile(), session.factors, session.made))
+            judging.give((episode, *session.make_of(episode), session.made))
 
     asyncio.run(give())
     assert len(told) == 4
