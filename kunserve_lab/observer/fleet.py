@@ -2,7 +2,7 @@
 and step times corrected by those that they show.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,10 +21,12 @@ from kunserve_lab.sim.devices import find_device
 from kunserve_lab.sim.models import SimModel, find_model, from_spec
 from kunserve_lab.sim.profile import InstanceProfile, StepTimes, gpu_profile
 
-LEAST_INTERVALS = 5
-"""Between readings in which tokens came: with fewer a preset's step times stand as they are."""
+WINDOW_S = 5.0
+"""Of readings that are taken together: a prompt may be counted a second after its work."""
+LEAST_WINDOWS = 3
+"""With fewer a preset's step times stand as they are."""
 PRIOR_WEIGHT = 0.1
-"""Of the one common factor, against all intervals, where two factors are sought."""
+"""Of the one common factor, against all windows, where two factors are sought."""
 LEAST_FACTOR, MOST_FACTOR = 0.02, 50.0
 _NOBODY = RequestId("nobody")
 
@@ -49,7 +51,7 @@ class Factors:
 
     decode: float = 1.0
     prompt: float = 1.0
-    num_intervals: int = 0
+    num_windows: int = 0
     """That they were fitted to; 0: none, the preset stands."""
 
 
@@ -103,55 +105,69 @@ def with_memory(profile: InstanceProfile, capacity_blocks: int) -> InstanceProfi
 
 
 def corrected(profile: InstanceProfile, factors: Factors) -> InstanceProfile:
-    """The same with the fleet's own step times."""
-    alone = profile.times_alone
-    return replace(
-        profile,
-        times=FleetTimes(profile.times, factors),
-        times_alone=None if alone is None else FleetTimes(alone, factors),
-    )
+    """The same with the fleet's own step times, in which what shares a replica's machine has its
+    part.
+    """
+    return replace(profile, times=FleetTimes(profile.times, factors), times_alone=None)
 
 
 def fit_factors(profile: InstanceProfile, changes: Iterable[Change], max_tokens: int) -> Factors:
     """How much slower the fleet is than its preset: at decodes, and at prompts beside them.
 
-    Each interval gives its mean time between tokens, how many requests decoded, how long they
-    were, and how many tokens of prompts a step brought.
+    Each window of a busy replica gives how many steps it made, how many requests decoded in them,
+    how long those were, and how many tokens of prompts came. The factors are those by which the
+    preset takes as long as the windows did.
     """
-    found = [row for change in changes for row in [_interval(profile, change, max_tokens)] if row]
-    if len(found) < LEAST_INTERVALS:
+    found = [
+        row for window in _windows(changes) for row in [_row(profile, window, max_tokens)] if row
+    ]
+    if len(found) < LEAST_WINDOWS:
         return Factors()
     rows = np.array(found)
-    common = float(np.median(1.0 / rows.sum(axis=1)))
-    weight = np.sqrt(PRIOR_WEIGHT * len(rows))
-    left = np.vstack([rows, weight * np.eye(2) * rows.mean(axis=0)])
-    right = np.concatenate([np.ones(len(rows)), weight * common * rows.mean(axis=0)])
+    parts, elapsed_s = rows[:, :2], rows[:, 2]
+    common = float(elapsed_s.sum() / parts.sum())
+    # Weighted so that one factor alone would be that of all time together.
+    weights = 1.0 / np.sqrt(parts.sum(axis=1))
+    prior = np.eye(2) * np.sqrt(PRIOR_WEIGHT * (parts**2 * weights[:, None] ** 2).sum(axis=0))
+    left = np.vstack([parts * weights[:, None], prior])
+    right = np.concatenate([elapsed_s * weights, common * prior.sum(axis=1)])
     decode, prompt = np.clip(np.linalg.lstsq(left, right, rcond=None)[0], LEAST_FACTOR, MOST_FACTOR)
     return Factors(float(decode), float(prompt), len(rows))
 
 
-def _interval(
-    profile: InstanceProfile, change: Change, max_tokens: int
-) -> tuple[float, float] | None:
-    """What the preset says of decodes and of prompts, as shares of the time that was measured."""
-    gaps = change.histograms.get("itl")
-    measured_s = None if gaps is None else gaps.mean
-    num = min(change.before.num_running, change.after.num_running)
-    if gaps is None or measured_s is None or measured_s <= 0 or num < 1 or gaps.count < num:
-        return None  # it was idle for a part of the time, so steps cannot be counted
-    usage = (change.before.kv_usage + change.after.kv_usage) / 2
-    num = (change.before.num_running + change.after.num_running) / 2
-    context = max(1, int(usage * change.after.capacity_tokens / num))
-    num_steps = max(1.0, change.elapsed_s / measured_s)
-    decoding = max(1, round(gaps.count / num_steps))
-    tokens = min(float(max_tokens), change.amounts.get("prompt_tokens", 0.0) / num_steps)
-    decodes = [Chunk(_NOBODY, context, 1, True)] * decoding
+def _windows(changes: Iterable[Change]) -> Iterator[list[Change]]:
+    """Of `WINDOW_S` at least, in which a replica was never seen idle: else steps are not known."""
+    open_windows: dict[str, list[Change]] = {}
+    for change in changes:
+        window = open_windows.setdefault(change.replica, [])
+        if min(change.before.num_running, change.after.num_running) < 1 or change.began_anew:
+            window.clear()
+            continue
+        window.append(change)
+        if sum(one.elapsed_s for one in window) >= WINDOW_S:
+            yield open_windows.pop(change.replica)
+
+
+def _row(
+    profile: InstanceProfile, window: Sequence[Change], max_tokens: int
+) -> tuple[float, float, float] | None:
+    """Seconds of decodes and of prompts by the preset, and of the window as it was."""
+    gaps, elapsed_s = together(window, "itl"), sum(one.elapsed_s for one in window)
+    if gaps is None or gaps.count < 1 or gaps.total <= 0:
+        return None
+    decoding = gaps.total / elapsed_s  # Little's law: gaps that are open at any one time
+    num_steps = gaps.count / decoding
+    running = sum(one.after.num_running for one in window)
+    used = sum(one.after.kv_usage * one.after.capacity_tokens for one in window)
+    context = max(1, int(used / max(1.0, running)))
+    decodes = [Chunk(_NOBODY, context, 1, True)] * max(1, round(decoding))
     layers = profile.spec.num_layers
     decode_s = profile.times.stage_s(decodes, layers, True)
-    inputs = together([change], "input_tokens")
+    inputs = together(window, "input_tokens")
     lump = int(max(2.0, min(max_tokens, (inputs.mean if inputs else None) or max_tokens)))
     both_s = profile.times.stage_s([*decodes, Chunk(_NOBODY, 0, lump, True)], layers, True)
-    return decode_s / measured_s, tokens / lump * (both_s - decode_s) / measured_s
+    num_lumps = sum(one.amounts.get("prompt_tokens", 0.0) for one in window) / lump
+    return num_steps * decode_s, num_lumps * (both_s - decode_s), elapsed_s
 
 
 def _model(name: str) -> SimModel:

@@ -103,10 +103,8 @@ class Observer:
             self._judge_here(last)
 
     def _judge_here(self, episode: Episode) -> None:
-        self._session.refit()
-        factors = self._session.factors
-        work = (episode, self._session.profile(), factors, self.settings.made)
-        self._tell(judge_here(work))
+        profile, factors = self._session.make_of(episode)
+        self._tell(judge_here((episode, profile, factors, self.settings.made)))
 
     # Live
 
@@ -155,9 +153,8 @@ class Observer:
 
     def _give(self, judging: Judging, episode: Episode | None) -> None:
         if episode is not None:
-            session = self._session
-            session.refit()
-            judging.give((episode, session.profile(), session.factors, self.settings.made))
+            profile, factors = self._session.make_of(episode)
+            judging.give((episode, profile, factors, self.settings.made))
 
     async def _open_endpoint(self) -> None:
         if self.settings.port is not None:
@@ -195,7 +192,7 @@ class Observer:
             ("replicas", ", ".join(self._session.replicas)),
             ("model", made.model or "as the servers call it"),
             ("step times", f"{costs}; decodes x{factors.decode:.2f}, prompts x{factors.prompt:.2f}"
-             f" by {factors.num_intervals} intervals of the fleet"),
+             f" by {factors.num_windows} windows of the fleet"),
             ("limits of a step", f"{made.max_num_batched_tokens} tokens, {made.max_num_seqs} "
              "requests"),
         ]  # fmt: skip

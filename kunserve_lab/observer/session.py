@@ -72,11 +72,18 @@ class Session:
         """The episode that goes on when the watching ends."""
         return self._episodes.close(self.history[-1].view) if self.history else None
 
-    def profile(self) -> InstanceProfile:
-        """One replica for all, with the fleet's own step times: the one of most memory."""
-        presets = self._presets.values()
-        largest = max(presets, key=lambda preset: preset.spec.kv_units)
-        return corrected(largest, self.factors)
+    def make_of(self, episode: Episode) -> tuple[InstanceProfile, Factors]:
+        """One replica for all, the one of most memory, with step times as they were in the episode:
+        its machines may have been slower then. All that is kept counts where that is too little.
+        """
+        preset = max(self._presets.values(), key=lambda one: one.spec.kv_units)
+        factors = self._fit(preset, episode.changes)
+        if not factors.num_windows:
+            factors = self._fit(preset, self._changes)
+        return corrected(preset, factors), factors
+
+    def _fit(self, preset: InstanceProfile, changes: Iterable[Change]) -> Factors:
+        return fit_factors(preset, changes, self.made.max_num_batched_tokens)
 
     def _take(self, reading: Reading) -> Sequence[Change]:
         name = reading.replica
@@ -98,15 +105,9 @@ class Session:
         if not self._presets:
             return
         preset = next(iter(self._presets.values()))
-        self.factors = fit_factors(preset, self._changes, self.made.max_num_batched_tokens)
+        self.factors = self._fit(preset, self._changes)
         for name, one in self._presets.items():
             self._watch.add(name, corrected(one, self.factors))
-
-    def refit(self) -> None:
-        """Fit step times to all that is kept, now: before an episode is judged."""
-        self._fitted_s = None
-        if self.history:
-            self._refit(self.history[-1].view.time_s)
 
     def _ttft_p99_s(self, changes: Iterable[Change], now_s: float) -> float | None:
         for change in changes:

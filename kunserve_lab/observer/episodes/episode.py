@@ -60,6 +60,8 @@ class Episodes:
         self._lead_s = lead_s
         self._changes: deque[Change] = deque(maxlen=100_000)
         self._first_short_s: float | None = None
+        self._num_drops = 0
+        """When nobody was short yet: the first drop is decided before an episode begins."""
         self._open: _Open | None = None
         self._looked_s: float | None = None
 
@@ -104,15 +106,17 @@ class Episodes:
     def _begin(self, view: FleetView, is_short: bool, period_s: float) -> None:
         if not is_short:
             self._first_short_s = None
+            self._num_drops = view.drops.num_drops
             return
         if self._first_short_s is None:
             self._first_short_s = view.time_s
         if view.time_s - self._first_short_s + period_s >= BEGIN_S:
-            self._open = _Open(self._first_short_s, view.drops.num_drops, view.time_s)
+            self._open = _Open(self._first_short_s, self._num_drops, view.time_s)
 
     def _close(self, view: FleetView, was_cut: bool) -> Episode:
         one, self._open, self._first_short_s = self._open, None, None
         assert one is not None
+        self._num_drops = view.drops.num_drops
         return Episode(
             begin_s=one.begin_s,
             end_s=max(one.short_s, one.begin_s),

@@ -108,8 +108,8 @@ def comparison(judged: Judged) -> list[str]:
 def trust(judged: Judged) -> str:
     """The simulated burst beside the measured one."""
     alike, measured = judged.alike, judged.measured
-    fitted = judged.factors.num_intervals
-    steps = f"corrected by {fitted} intervals of the fleet" if fitted else "of the preset alone"
+    fitted = judged.factors.num_windows
+    steps = f"corrected by {fitted} windows of the fleet" if fitted else "of the preset alone"
     text = f"Step times are {steps}"
     if judged.num_left_out:
         text += f"; {judged.num_left_out} requests were too many to simulate and left out"
