@@ -70,12 +70,16 @@ def _processor() -> Iterator[Finding]:
 
 
 def _nodes() -> Iterator[Finding]:
-    nodes = numa_nodes()
+    nodes, instances = numa_nodes(), ClusterConfig().num_instances
     text = "one node of memory, so instances run wherever there is a core"
     if len(nodes) > 1:
         sizes = " and ".join(str(len(node)) for node in nodes)
         text = f"{len(nodes)} nodes of memory with {sizes} cores, for instances and ranks in turn"
-    yield Finding("ok", "nodes", text)
+    if len(nodes) <= instances:
+        yield Finding("ok", "nodes", text)
+        return
+    text += f"; {instances} instances leave some idle: --num-instances {len(nodes)}, or more ranks"
+    yield Finding("note", "nodes", text)
 
 
 def _kernels() -> Iterator[Finding]:

@@ -1,9 +1,12 @@
 """NUMA nodes of this machine, and which of them a rank computes on."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -55,8 +58,15 @@ def stay_on_one(instance: int, num_threads: int, nodes: Sequence[frozenset[int]]
     instance on the next. Not if it has more threads than the node has processors.
     """
     (cpus,) = place_ranks(instance, 1, nodes)
-    if cpus is not None and num_threads <= len(cpus):
+    if cpus is None or num_threads <= len(cpus):
         stay_on(cpus)
+        return
+    logger.warning(
+        "an instance of %d threads spans NUMA nodes of %d cores, and memory of another node is "
+        "slow: --tensor-parallel-size gives it a rank on each",
+        num_threads,
+        len(cpus),
+    )
 
 
 @contextlib.contextmanager

@@ -33,6 +33,55 @@ CASES: dict[str, dict[str, Any]] = {
         "replicas": 1,
     },
 }
+LABEL = {
+    "type": "string",
+    "maxLength": 63,
+    "pattern": "^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$",
+}
+PORT = {
+    "type": "object",
+    "required": ["number"],
+    "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65535}},
+    "additionalProperties": False,
+}
+POOL: dict[str, Any] = {
+    "required": ["selector", "targetPorts"],
+    "properties": {
+        "selector": {
+            "required": ["matchLabels"],
+            "properties": {
+                "matchLabels": {
+                    "additionalProperties": LABEL,
+                    "minProperties": 1,
+                    "maxProperties": 64,
+                }
+            },
+            "additionalProperties": False,
+        },
+        "targetPorts": {
+            "type": "array",
+            "items": PORT,
+            "minItems": 1,
+            "maxItems": 8,
+            "uniqueItems": True,
+        },
+        "appProtocol": {"enum": ["http", "kubernetes.io/h2c"]},
+        "endpointPickerRef": {
+            # Of a Service, which it is where no kind is told, the port is wanted.
+            "required": ["name", "port"],
+            "properties": {
+                "name": {"type": "string", "minLength": 1, "maxLength": 253},
+                "port": PORT,
+                "failureMode": {"enum": ["FailOpen", "FailClose"]},
+            },
+            "additionalProperties": False,
+        },
+    },
+    "additionalProperties": False,
+}
+"""What the CustomResourceDefinition of gateway-api-inference-extension v1.6.0 asks of the ``spec``
+of an InferencePool (inference.networking.k8s.io/v1). Read, not copied; ``CRDS`` has the whole.
+"""
 MORE_KINDS = {"RayCluster", "ServiceMonitor", "ScaledObject", "InferencePool"}
 """Which Kubernetes itself does not know."""
 Object = dict[str, Any]
@@ -279,3 +328,11 @@ def test_a_pool_has_the_pods_that_answer_and_their_port() -> None:
             "failureMode": "FailOpen",
         }
     assert "InferencePool" not in rendered({})
+
+
+def test_the_gateways_definition_takes_the_pool() -> None:
+    pool = rendered(EXAMPLES["gateway"])["InferencePool"]
+    assert pool["apiVersion"] == "inference.networking.k8s.io/v1"
+    jsonschema.Draft7Validator(POOL).validate(pool["spec"])
+    for wrong in ({"targetPortNumber": 8000}, {"targetPorts": []}, {"endpointPickerRef": {}}):
+        assert not jsonschema.Draft7Validator(POOL).is_valid({**pool["spec"], **wrong})

@@ -1,5 +1,6 @@
 """What ``kunserve doctor`` finds, and what it says of it."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine.cpu.kernels import levels
 from kunserve.engine.memory import address_space
+from kunserve.engine.ranks.nodes import numa_nodes
 from kunserve_extras import doctor
 from tests.fakecuda.library import build
 
@@ -104,6 +106,26 @@ class Settings:
 
     def __init__(self, port: int) -> None:
         self.port = port
+
+
+@pytest.mark.parametrize(
+    ("cores", "verdict", "says"),
+    [
+        (["0-3"], "ok", "one node of memory"),
+        (["0-1", "2-3"], "ok", "2 nodes of memory with 2 and 2 cores"),
+        (["0", "1", "2-3"], "note", "--num-instances 3"),
+    ],
+)
+def test_nodes_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: list[str], verdict: str, says: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    for number, text in enumerate(cores):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(text)
+    monkeypatch.setattr(doctor, "numa_nodes", lambda: numa_nodes(tmp_path))
+    (finding,) = doctor._nodes()
+    assert finding.verdict == verdict and says in finding.text
 
 
 def test_devices_and_their_absence() -> None:

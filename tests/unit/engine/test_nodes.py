@@ -53,12 +53,16 @@ def test_a_visit_ends() -> None:
     assert os.sched_getaffinity(0) == before
 
 
-def test_instances_of_one_rank_take_the_nodes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instances_of_one_rank_take_the_nodes_in_turn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stays: list[Set[int]] = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: stays.append(cpus))
     for instance in range(3):
         stay_on_one(instance, 2, TWO)
     assert stays == [TWO[0], TWO[1], TWO[0]]
+    assert not caplog.messages
     stay_on_one(0, 3, TWO)
+    assert "--tensor-parallel-size" in caplog.text
     stay_on_one(0, 1, TWO[:1])
     assert len(stays) == 3, "more threads than a node has processors, and a machine of one node"

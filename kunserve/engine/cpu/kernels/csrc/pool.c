@@ -14,6 +14,20 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+/* glibc 2.34 gave these two a new name beside their old one. By the old one a library that was
+ * linked with a new glibc runs with any. */
+#ifdef __GLIBC__
+#if defined(__x86_64__)
+#define FIRST_GLIBC "GLIBC_2.2.5"
+#elif defined(__aarch64__)
+#define FIRST_GLIBC "GLIBC_2.17"
+#endif
+#endif
+#ifdef FIRST_GLIBC
+__asm__(".symver pthread_create, pthread_create@" FIRST_GLIBC);
+__asm__(".symver pthread_join, pthread_join@" FIRST_GLIBC);
+#endif
+
 #define MAX_THREADS 256
 
 typedef struct {
