@@ -15,6 +15,7 @@ _MAP_FIXED = 0x10
 _MAP_POPULATE = 0x8000
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
 _MADV_HUGEPAGE = 14
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
@@ -75,10 +76,13 @@ def unreserve(address: int, num_bytes: int) -> None:
     _patient_libc.munmap(address, num_bytes)
 
 
-def map_file(address: int, num_bytes: int, fd: int, offset: int, populate: bool) -> None:
+def map_file(
+    address: int, num_bytes: int, fd: int, offset: int, populate: bool, *, writable: bool = True
+) -> None:
     """Put ``num_bytes`` of the file at ``address``, replacing whatever was mapped there."""
     flags = _MAP_SHARED | _MAP_FIXED
-    _mmap(address, num_bytes, _PROT_READ_WRITE, flags, fd, offset)
+    prot = _PROT_READ_WRITE if writable else mmap.PROT_READ
+    _mmap(address, num_bytes, prot, flags, fd, offset)
     if populate and not populate_pages(address, num_bytes):
         # Linux before 5.14.
         flags |= _MAP_POPULATE
@@ -108,9 +112,10 @@ def move(source: int, target: int, num_bytes: int) -> bool:
     return result is not None and result != _FAILED
 
 
-def populate_pages(address: int, num_bytes: int) -> bool:
+def populate_pages(address: int, num_bytes: int, *, writable: bool = True) -> bool:
     """Fault pages in without changing them; False where that is not possible (not mapped)."""
-    return bool(_patient_libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0)
+    advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+    return bool(_patient_libc.madvise(address, num_bytes, advice) == 0)
 
 
 def advise_huge(address: int, num_bytes: int) -> None:
