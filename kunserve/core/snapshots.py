@@ -53,6 +53,14 @@ class InstanceSpec:
         """How many blocks a request's tokens take."""
         return KvBlocks(self.block_size, self.kv_ring)
 
+    @property
+    def borrowed_bytes(self) -> int:
+        """Of shared weights, what counts as memory of other instances."""
+        if not self.shared_weights_bytes:
+            return 0
+        part = self.memory_bytes - self.kv_units * self.unit_bytes
+        return max(0, self.shared_weights_bytes - part)
+
     def units_when_holding(self, num_layers: int) -> int:
         """KV units that every body promises once it holds so many contiguous layers only.
 

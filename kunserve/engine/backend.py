@@ -190,7 +190,8 @@ def weights_file_of(
     shared: SharedWeights | None, spec: ModelSpec, config: InstanceConfig
 ) -> WeightsFile | None:
     """The copy that an instance, or one of its ranks, shares; None if it has its own."""
-    if shared is None or not config.weight_sharers:
+    assert (shared is None) == (not config.weight_sharers), (shared, config.weight_sharers)
+    if shared is None:
         return None
     words = f"{WEIGHTS_LAYOUT} {PANEL_FORMAT} {spec}".encode()
     fingerprint = {

@@ -146,24 +146,28 @@ def shown(fd: int, offset: int, num_bytes: int, alignment: int) -> Iterator[int]
         unreserve(reserved_at, reserved_bytes)
 
 
-def huge_bytes_at(address: int, num_bytes: int) -> int:
-    """How much of a memory file's mappings there goes through huge pages, as far as the kernel
-    says. Slow.
+def huge_bytes_at(address: int, num_bytes: int, fd: int | None = None) -> int:
+    """How much of a memory file's (None: of any one's) mappings there goes through huge pages, as
+    far as the kernel says. Slow.
     """
+    inode = None if fd is None else str(os.fstat(fd).st_ino)
     try:
         with open("/proc/self/smaps", encoding="utf-8") as lines:
-            return sum(_huge_bytes_in(lines, address, address + num_bytes))
+            return sum(_huge_bytes_in(lines, address, address + num_bytes, inode))
     except OSError:
         return 0
 
 
-def _huge_bytes_in(lines: Iterable[str], address: int, end: int) -> Iterator[int]:
+def _huge_bytes_in(
+    lines: Iterable[str], address: int, end: int, inode: str | None
+) -> Iterator[int]:
     is_there = False
     for line in lines:
         name, *fields = line.split(maxsplit=2)
         if not name.endswith(":"):
             first, last = (int(part, 16) for part in name.split("-"))
             is_there = address <= first and last <= end
+            is_there &= inode is None or fields[-1].split()[2] == inode
         elif is_there and name == "ShmemPmdMapped:":
             yield int(fields[0]) * 1024
 

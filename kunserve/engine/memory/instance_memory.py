@@ -114,21 +114,27 @@ class InstanceMemory:
         """Layers to be held next, whose granules are linked already."""
         self._has_warned = False
         try:
-            self.weights = self.arena.reserve("weights", self.layout.num_bytes)
-            most_kv = own_weights + kv_granules
-            self.kv = self.arena.reserve("kv", (self._guard_slots + most_kv) * granule)
-            if weights_file is not None:
-                weights_file.map_at(self.weights.base_address)
-            self.arena.map(self.weights, 0, self.arena.take(own_weights), populate=True)
-            if backs_guard:
-                self.arena.map(self.kv, 0, self.arena.take(self._guard_slots))
-            self.arena.map(self.kv, self._guard_slots, self.arena.take(self.arena.num_free))
+            self.weights, self.kv = self._map_all(own_weights, kv_granules)
         except OSError as error:
             self.arena.close()
             raise TooLittleMemory(
                 f"the machine cannot map {mib(self.spec.memory_bytes)}: {error.strerror}"
             ) from error
         self.arena.pages.prefault(self.kv_base_address, self._tail_slot_bytes())
+
+    def _map_all(self, own_weights: int, kv_granules: int) -> tuple[VirtualRange, VirtualRange]:
+        """The weights range and the KV range while every layer is held."""
+        arena, guard_slots = self.arena, self._guard_slots
+        weights = arena.reserve("weights", self.layout.num_bytes)
+        most = guard_slots + own_weights + kv_granules
+        kv = arena.reserve("kv", most * arena.granule_bytes)
+        if self.weights_file is not None:
+            self.weights_file.map_at(weights.base_address)
+        arena.map(weights, 0, arena.take(own_weights), populate=True)
+        if self._guard_granules:
+            arena.map(kv, 0, arena.take(self._guard_granules))
+        arena.map(kv, guard_slots, arena.take(arena.num_free))
+        return weights, kv
 
     @property
     def kv_base_address(self) -> int:

@@ -81,9 +81,9 @@ def find_sharers(config: KunServeConfig) -> int:
 
 def shared_weights_line(specs: Sequence[InstanceSpec]) -> str | None:
     """How much memory one copy of the weights leaves for KV, for people; None: there are more."""
-    spec = specs[0]
-    if not spec.shared_weights_bytes:
+    if not specs or not specs[0].shared_weights_bytes:
         return None
+    spec = specs[0]
     kv_bytes = spec.kv_units * spec.unit_bytes
     private_bytes = max(0, spec.memory_bytes - spec.shared_weights_bytes)
     return (
