@@ -62,7 +62,7 @@ def open_body(
     **names: str,
 ) -> EngineBody:
     """With its own weights where there are no files."""
-    model = ModelConfig(model=str(path), dtype=dtype)  # type: ignore[arg-type]
+    model = ModelConfig(model=str(path), dtype=dtype, quantization="auto")  # type: ignore[arg-type]
     source = resolve_model(str(path))
     config = replace(
         CONFIG, tensor_parallel_size=num_ranks, weight_sharers=num_sharers if fds else 0
