@@ -60,6 +60,8 @@ class Measured:
     """Where layers with a window write over what no step reads again; None: they keep it."""
     share: CardShare | None = None
     """None: an instance has memory as configured."""
+    weight_sharers: int = 0
+    """See ``InstanceConfig``."""
 
     def __post_init__(self) -> None:
         """Swapping is paced by the time that steps take, so that must be known."""
@@ -96,10 +98,11 @@ class Plan:
         of what all instances together may take.
         """
         share = self.measured.share
+        own = replace(self.config.instance, weight_sharers=self.measured.weight_sharers)
         if share is None:
-            return self.config.instance
+            return own
         return replace(
-            self.config.instance,
+            own,
             gpu_memory_utilization=share.utilization,
             memory_bytes=share.memory_bytes,
         )

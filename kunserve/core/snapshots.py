@@ -32,7 +32,7 @@ class InstanceSpec:
     unit_bytes: int
     layer_bytes: int
     memory_bytes: int
-    """The instance's whole arena."""
+    """The instance's whole arena, and its part of weights that it shares."""
     kv_units: int
     """KV units when every layer is held."""
     granule_bytes: int
@@ -44,11 +44,22 @@ class InstanceSpec:
     Instances of other sizes cut units and layers otherwise, so none takes another's."""
     kv_ring: KvRing | None = None
     """How KV of layers with a window is kept; None: whole, as that of the others."""
+    shared_weights_bytes: int = 0
+    """Weights of which its node has one copy for all its instances, so that a drop would free
+    nothing. 0: they are its own."""
 
     @property
     def blocks(self) -> KvBlocks:
         """How many blocks a request's tokens take."""
         return KvBlocks(self.block_size, self.kv_ring)
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Of shared weights, what counts as memory of other instances."""
+        if not self.shared_weights_bytes:
+            return 0
+        part = self.memory_bytes - self.kv_units * self.unit_bytes
+        return max(0, self.shared_weights_bytes - part)
 
     def units_when_holding(self, num_layers: int) -> int:
         """KV units that every body promises once it holds so many contiguous layers only.
@@ -57,7 +68,7 @@ class InstanceSpec:
         hands: at worst one at each end of the run kept stays with the weights, wherever it lies.
         """
         dropped_bytes = (self.num_layers - num_layers) * self.layer_bytes
-        if dropped_bytes <= 0:
+        if dropped_bytes <= 0 or self.shared_weights_bytes:
             return self.kv_units
         granules = max(0, dropped_bytes // self.granule_bytes - 1)
         return self.kv_units + granules * self.granule_bytes // self.unit_bytes

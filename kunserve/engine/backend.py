@@ -1,6 +1,7 @@
 """Where an instance's memory lies and what computes there: the CPU with its C kernels, or torch."""
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypedDict
 
@@ -13,16 +14,21 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.attention import c_model
 from kunserve.engine.cpu.decoder import Decoder, StepDecoder, StepLimits
 from kunserve.engine.cpu.kernels.library import library
+from kunserve.engine.cpu.kernels.panels import PANEL_FORMAT
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.memory import Memory
 from kunserve.engine.memory.memory_plan import MemoryPlan
 from kunserve.engine.memory.pages import HostPages, OpenPages
+from kunserve.engine.memory.weights_file import SharedWeights, WeightsFile
 from kunserve.engine.memory.wrap import wrap
 from kunserve.engine.sampling.sampler import Sampler
 from kunserve.engine.sampling.structured.forms import Forms
+from kunserve.engine.weights.layout import WeightLayout
 from kunserve.engine.weights.loader import WeightLoader, packed_weights
 from kunserve.engine.weights.readers import Reader
+from kunserve.engine.weights.shared_loader import SharedLoader
+from kunserve.model.packed import WEIGHTS_LAYOUT
 from kunserve.model.spec import ModelSpec
 from kunserve.transport.bulk.movable_memory import WriteGate
 
@@ -141,7 +147,13 @@ class OneMemory:
     ) -> InstanceMemory:
         """See ``Backend``."""
         pages, guard = self._pages_of(spec, config), self.pads_steps
-        return InstanceMemory(instance_id, spec, config, beside_bytes, pages, backs_guard=guard)
+        file = self._weights_file(spec, config)
+        return InstanceMemory(
+            instance_id, spec, config, beside_bytes, pages, backs_guard=guard, weights_file=file
+        )
+
+    def _weights_file(self, spec: ModelSpec, config: InstanceConfig) -> WeightsFile | None:
+        return None
 
     def _pages_of(self, spec: ModelSpec, config: InstanceConfig) -> OpenPages:
         return self.open_pages
@@ -170,7 +182,36 @@ class HugePages(TypedDict):
 def huge_pages_of(spec: ModelSpec, config: InstanceConfig) -> HugePages:
     """Weights lie in them before they are loaded, KV when there is time for it."""
     weights_bytes = MemoryPlan.of(spec, config).weights_granules * config.granule_bytes
-    return HugePages(huge=config.huge_pages == "auto", first_bytes=weights_bytes)
+    first_bytes = 0 if config.weight_sharers else weights_bytes
+    return HugePages(huge=config.huge_pages == "auto", first_bytes=first_bytes)
+
+
+def weights_file_of(
+    shared: SharedWeights | None, spec: ModelSpec, config: InstanceConfig
+) -> WeightsFile | None:
+    """The copy that an instance, or one of its ranks, shares; None if it has its own."""
+    assert (shared is None) == (not config.weight_sharers), (shared, config.weight_sharers)
+    if shared is None:
+        return None
+    words = f"{WEIGHTS_LAYOUT} {PANEL_FORMAT} {spec}".encode()
+    fingerprint = {
+        **shared.fingerprint,
+        "dtype": spec.dtype,
+        "quantization": "none" if spec.packed is None else spec.packed.method,
+        "layout": hashlib.sha256(words).hexdigest()[:16],
+    }
+    layout, huge = WeightLayout(spec, config.granule_bytes), config.huge_pages == "auto"
+    return WeightsFile(shared.fds[0], fingerprint, layout, huge=huge)
+
+
+def cpu_loader(reader: Reader, spec: ModelSpec, memory: InstanceMemory) -> Loader:
+    """What fills the weights of a process: its own, or by turns what it shares."""
+    file, layout, address = memory.weights_file, memory.layout, memory.weights.base_address
+    filled_at = address if file is None else file.window
+    whole = wrap(filled_at, layout.num_bytes, CpuBackend.device)
+    weights = packed_weights(layout, spec, whole, in_panels=CpuBackend.has_panels)
+    loader = WeightLoader(reader, layout, spec, weights)
+    return loader if file is None else SharedLoader(loader, file, address)
 
 
 class CpuBackend(OneMemory):
@@ -183,6 +224,13 @@ class CpuBackend(OneMemory):
     keeps_quantised = True
     splits_head = True
     has_panels = True
+
+    def __init__(self, shared: SharedWeights | None = None) -> None:
+        """``shared`` is what ``InstanceConfig.weight_sharers`` asks for."""
+        self._shared = shared
+
+    def _weights_file(self, spec: ModelSpec, config: InstanceConfig) -> WeightsFile | None:
+        return weights_file_of(self._shared, spec, config)
 
     def _pages_of(self, spec: ModelSpec, config: InstanceConfig) -> OpenPages:
         return functools.partial(HostPages, **huge_pages_of(spec, config))
@@ -202,9 +250,9 @@ class CpuBackend(OneMemory):
 
     def loader(
         self, reader: Reader, spec: ModelSpec, memory: Memory, weights: ModelWeights
-    ) -> WeightLoader:
+    ) -> Loader:
         """See ``Backend``."""
-        return WeightLoader(reader, memory.shards[0].layout, spec, weights)
+        return cpu_loader(reader, spec, memory.shards[0])
 
     def decoder(
         self,

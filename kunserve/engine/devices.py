@@ -4,24 +4,30 @@ from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.extras import find_extra
 from kunserve.core.ids import InstanceId
 from kunserve.engine.backend import Backend, CpuBackend
+from kunserve.engine.memory.weights_file import SharedWeights
 from kunserve.engine.torch.cuda.opening import cards_of, open_card
 from kunserve.model.source import ModelSource
 
 
 def open_backend(
-    model: ModelConfig, source: ModelSource, config: InstanceConfig, instance_id: InstanceId
+    model: ModelConfig,
+    source: ModelSource,
+    config: InstanceConfig,
+    instance_id: InstanceId,
+    shared: SharedWeights | None = None,
 ) -> Backend:
     """The backend of an instance; raises ConfigError where there is no such device.
 
-    All ranks of all instances take the CUDA devices in turn.
+    All ranks of all instances take the CUDA devices in turn. ``shared``: on CPUs, the files of
+    weights that the instance shares with others.
     """
     num_ranks = config.tensor_parallel_size
     if config.device == "cpu" and num_ranks == 1:
-        return CpuBackend()
+        return CpuBackend(shared)
     backend: Backend
     if config.device == "cpu":
         backend = find_extra("ranks", "processes", "--tensor-parallel-size")(
-            model, source, num_ranks
+            model, source, num_ranks, shared=shared
         )
         return backend
     cards = cards_of(config.device, instance_id * num_ranks, num_ranks)

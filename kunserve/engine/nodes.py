@@ -42,9 +42,14 @@ def place_ranks(
     """
     if len(nodes) < 2:
         return [None] * num_ranks
-    if num_ranks >= len(nodes):
-        return [nodes[rank * len(nodes) // num_ranks] for rank in range(num_ranks)]
-    return [nodes[(instance * num_ranks + rank) % len(nodes)] for rank in range(num_ranks)]
+    return [nodes[number] for number in node_numbers(instance, num_ranks, len(nodes))]
+
+
+def node_numbers(instance: int, num_ranks: int, num_nodes: int) -> list[int]:
+    """The node of each rank, see ``place_ranks``."""
+    if num_ranks >= num_nodes:
+        return [rank * num_nodes // num_ranks for rank in range(num_ranks)]
+    return [(instance * num_ranks + rank) % num_nodes for rank in range(num_ranks)]
 
 
 def stay_on(cpus: frozenset[int] | None) -> None:

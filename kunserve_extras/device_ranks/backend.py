@@ -118,7 +118,7 @@ class DeviceRanksBackend(SeveralRanks):
                 )
                 for rank in range(1, num_ranks)
             ]
-            self._await_others = members.join(orders, [windows.fd] * len(orders))
+            self._await_others = members.join(orders, [(windows.fd,)] * len(orders))
             windows.close_file()
         except BaseException:
             if members is not None:

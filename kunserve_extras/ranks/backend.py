@@ -8,17 +8,23 @@ from dataclasses import replace
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.backend import CpuBackend, Loader, huge_pages_of, weights_in
+from kunserve.engine.backend import (
+    CpuBackend,
+    Loader,
+    cpu_loader,
+    huge_pages_of,
+    weights_file_of,
+)
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.memory import Memory
 from kunserve.engine.memory.pages import ARENA_FILE, OpenPages
+from kunserve.engine.memory.weights_file import SharedWeights
 from kunserve.engine.nodes import numa_nodes, place_ranks, stay_on, visiting
 from kunserve.engine.sampling.sampler import Sampler
 from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.torch.cuda.backend import CudaBackend
-from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
 from kunserve.model.sharding import check_shardable, config_of_rank, spec_of_rank
 from kunserve.model.source import ModelSource
@@ -117,9 +123,11 @@ class RankedBackend(SeveralRanks):
         start: Start = spawn_member,
         on_death: Callable[[int, int], None] | None = None,
         patience_s: float = PATIENCE_S,
+        shared: SharedWeights | None = None,
     ) -> None:
-        """See ``SeveralRanks``."""
+        """See ``SeveralRanks``, and ``CpuBackend``."""
         super().__init__(CpuBackend(), model, source, num_ranks, start, on_death, patience_s)
+        self._shared = shared
         self._block_size = 1
         """As settled."""
 
@@ -152,19 +160,32 @@ class RankedBackend(SeveralRanks):
             members = self._start_others()
             of_rank = config_of_rank(config)
             shard = spec_of_rank(spec, self._num_ranks)
+            shared_of = [
+                None if self._shared is None else self._shared.of_rank(rank)
+                for rank in range(self._num_ranks)
+            ]
             places = place_ranks(instance_id, self._num_ranks, numa_nodes())
             for cpus in places:
                 with visiting(cpus):
                     huge = huge_pages_of(shard, of_rank)
                     pages = functools.partial(RankPages, fd, len(shards), True, **huge)
                     beside = beside_bytes // self._num_ranks
-                    shards.append(InstanceMemory(instance_id, shard, of_rank, beside, pages))
+                    file = weights_file_of(shared_of[len(shards)], shard, of_rank)
+                    one = InstanceMemory(
+                        instance_id, shard, of_rank, beside, pages, weights_file=file
+                    )
+                    shards.append(one)
             stay_on(places[0])
             orders = [
-                replace(self._order(rank, instance_id, spec, of_rank), cpus=places[rank])
-                for rank in range(1, self._num_ranks)
+                replace(
+                    self._order(rank, instance_id, spec, of_rank),
+                    cpus=places[rank],
+                    shared_weights=None if shared is None else dict(shared.fingerprint),
+                )
+                for rank, shared in enumerate(shared_of)
             ]
-            self._await_others = members.join(orders, [fd] * len(orders))
+            fds = [(fd,) if shared is None else (fd, *shared.fds) for shared in shared_of]
+            self._await_others = members.join(orders[1:], fds[1:])
         except BaseException:
             if members is not None:
                 members.close()
@@ -212,12 +233,7 @@ class _RankedLoader:
         num_ranks = len(memory.shards)
         shard = spec_of_rank(spec, num_ranks)
         self._of_ranks = [
-            WeightLoader(
-                ShardReader(reader, spec, rank, num_ranks),
-                one.layout,
-                shard,
-                weights_in(one, shard, CpuBackend.device, in_panels=CpuBackend.has_panels),
-            )
+            cpu_loader(ShardReader(reader, spec, rank, num_ranks), shard, one)
             for rank, one in enumerate(memory.shards)
         ]
         self._have_loaded = False

@@ -48,6 +48,8 @@ class Join:
     """The device that it computes on (``engine.cuda.opening``); None: CPUs."""
     beside_bytes: int = 0
     """What it takes of that device beside weights and KV."""
+    shared_weights: dict[str, str] | None = None
+    """The fingerprint of weights that it shares, whose file comes last. None: they are its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ def spec_of_all(rank: InstanceSpec, num_ranks: int) -> InstanceSpec:
         layer_bytes=rank.layer_bytes * num_ranks,
         memory_bytes=rank.memory_bytes * num_ranks,
         granule_bytes=rank.granule_bytes * num_ranks,
+        shared_weights_bytes=rank.shared_weights_bytes * num_ranks,
         tensor_parallel_size=num_ranks,
     )
 

@@ -77,15 +77,15 @@ class Members:
         """Of the other ranks."""
         return tuple(process.pid for process in self._processes)
 
-    def join(self, orders: Sequence[Join], fds: Sequence[int]) -> Callable[[], None]:
-        """Tell each rank what it is, with a file; what this gives returns when all have loaded.
+    def join(self, orders: Sequence[Join], fds: Sequence[Sequence[int]]) -> Callable[[], None]:
+        """Tell each rank what it is, with its files; what this gives returns when all have loaded.
 
         That raises the ConfigError of a rank that cannot.
         """
         self._lock.acquire()
-        for talk, order, fd in zip(self._talks, orders, fds, strict=True):
+        for talk, order, (own, *more) in zip(self._talks, orders, fds, strict=True):
             with contextlib.suppress(RankLost):  # it has ended: whoever awaits it sees how
-                talk.say(order, (fd, self.meeting.fd))
+                talk.say(order, (own, self.meeting.fd, *more))
         return self._await_start
 
     def _await_start(self) -> None:

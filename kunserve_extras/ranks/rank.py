@@ -10,11 +10,17 @@ import numpy.typing as npt
 import torch
 
 from kunserve.core.layout import LayerRange
-from kunserve.engine.backend import CpuBackend, huge_pages_of, weights_in
+from kunserve.engine.backend import (
+    CpuBackend,
+    cpu_loader,
+    huge_pages_of,
+    weights_file_of,
+    weights_in,
+)
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.memory.instance_memory import InstanceMemory
+from kunserve.engine.memory.weights_file import SharedWeights
 from kunserve.engine.nodes import stay_on
-from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.sharding import spec_of_rank
 from kunserve.model.spec import ModelSpec
@@ -104,13 +110,16 @@ class Rank(ABC):
 class HostRank(Rank):
     """On CPUs. Rank 0 maps its memory, and copies there itself."""
 
-    def __init__(self, order: Join, arena_fd: int, meeting_fd: int) -> None:
+    def __init__(self, order: Join, arena_fd: int, meeting_fd: int, *weights_fds: int) -> None:
         """Raises KunServeError for files that cannot be read."""
         stay_on(order.cpus)
         super().__init__(order, meeting_fd)
         spec, rank, num_ranks = order.spec, order.rank, order.num_ranks
         shard = spec_of_rank(spec, num_ranks)
         reader = ShardReader(open_reader(order.source, spec, order.seed), spec, rank, num_ranks)
+        shared = None
+        if order.shared_weights is not None:
+            shared = SharedWeights(weights_fds, order.shared_weights)
         self._memory = InstanceMemory(
             order.instance_id,
             shard,
@@ -119,12 +128,14 @@ class HostRank(Rank):
             functools.partial(
                 RankPages, arena_fd, rank, False, **huge_pages_of(shard, order.config)
             ),
+            weights_file=weights_file_of(shared, shard, order.config),
         )
-        os.close(arena_fd)
+        for fd in (arena_fd, *weights_fds):
+            os.close(fd)
         weights = weights_in(
             self._memory, shard, CpuBackend.device, in_panels=CpuBackend.has_panels
         )
-        loader = WeightLoader(reader, self._memory.layout, shard, weights)
+        loader = cpu_loader(reader, shard, self._memory)
         loader.check()
         loader.load_ends()
         loader.load_layers(LayerRange(0, shard.num_layers))

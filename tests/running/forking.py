@@ -40,6 +40,8 @@ from kunserve.transport.wire.network import FrontPlace
 ROOT = Path(__file__).parents[2]
 REAL = "kunserve.cluster.instance.main"
 _LONGEST_BYTES = 1 << 16
+_FIRST_SHARED_FD = 900
+"""Of files that forks inherit: no process has so many of its own."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -52,7 +54,10 @@ class ForkingLauncher(LocalLauncher):
         source = source_of(program, order.plan.config.instance.num_threads)
         if order.parent_pid is not None:
             order = replace(order, parent_pid=source.pid)
-        return ForkedInstance(*source.fork(program, msgspec.json.encode(order) + b"\n"))
+        shared = self._weights.fds_of(order.instance_id, order.plan, order.model_files)
+        there = tuple(range(_FIRST_SHARED_FD, _FIRST_SHARED_FD + len(shared)))
+        words = msgspec.json.encode(replace(order, weights_fds=there)) + b"\n"
+        return ForkedInstance(*source.fork(program, words, shared))
 
 
 class ForkedInstance:
@@ -116,13 +121,15 @@ class Source:
         self._socket.close()
         self._process.wait()
 
-    def fork(self, program: Sequence[str], order: bytes) -> tuple[int, int, int]:
-        """The process, and what to read its words and its end from."""
+    def fork(
+        self, program: Sequence[str], order: bytes, shared: Sequence[int] = ()
+    ) -> tuple[int, int, int]:
+        """The process, and what to read its words and its end from; it inherits ``shared``."""
         pipes = [os.pipe() for _ in range(3)]
         (order_in, order_out), (said_in, said_out), (end_in, end_out) = pipes
         os.set_inheritable(order_out, False)
         task = json.dumps([list(program), dict(os.environ)]).encode()
-        socket.send_fds(self._socket, [task], [order_in, said_out, 2, end_out])
+        socket.send_fds(self._socket, [task], [order_in, said_out, 2, end_out, *shared])
         for fd in (order_in, said_out, end_out):
             os.close(fd)
         pid = int(self._socket.recv(32))
@@ -159,7 +166,7 @@ def serve(control: socket.socket) -> None:
                 os.write(ends[found[0]], b"%d" % os.waitstatus_to_exitcode(found[1]))
                 os.close(ends.pop(found[0]))
         if control in ready:
-            task, fds, _, _ = socket.recv_fds(control, _LONGEST_BYTES, 4)
+            task, fds, _, _ = socket.recv_fds(control, _LONGEST_BYTES, 16)
             if not task:
                 return
             pid = os.fork()
@@ -169,7 +176,7 @@ def serve(control: socket.socket) -> None:
                 for fd in (control.detach(), woken_in, woken_out, fds[3], *ends.values()):
                     os.close(fd)
                 become(*json.loads(task), fds)
-            for fd in fds[:3]:
+            for fd in (*fds[:3], *fds[4:]):
                 os.close(fd)
             ends[pid] = fds[3]
             control.send(b"%d" % pid)
@@ -181,6 +188,9 @@ def become(program: list[str], environment: dict[str, str], fds: list[int]) -> A
     try:
         os.setsid()
         for number, fd in enumerate(fds[:3]):
+            os.dup2(fd, number)
+            os.close(fd)
+        for number, fd in enumerate(fds[4:], _FIRST_SHARED_FD):
             os.dup2(fd, number)
             os.close(fd)
         os.environ.clear()

@@ -11,6 +11,7 @@ from kunserve.core.errors import InvalidRequest
 from kunserve.core.ids import TransitionId
 from kunserve.core.snapshots import Outcome
 from kunserve.policy.drop.restore import Postponed
+from kunserve.policy.exchange.moves import weights_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,10 @@ class ForcedTransitions:
         """See ``EngineClient.drop``."""
         ids = self._controller.force_drop(num_bytes, self._now_s())
         self._flush()
+        if not ids and weights_obstacle(self._controller.placement.specs.values()):
+            raise InvalidRequest(
+                "weights are shared, nothing to drop: --weights private gives each instance its own"
+            )
         if not ids:
             raise InvalidRequest(
                 "nothing can be dropped: one group is left, or all are changing, or the layers are "

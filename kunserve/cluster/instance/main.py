@@ -6,9 +6,10 @@ from kunserve.cluster.instance.start import Loaded, run_instance
 from kunserve.cluster.processes.launch import InstanceOrder
 from kunserve.engine.body import EngineBody
 from kunserve.engine.devices import open_backend
+from kunserve.engine.memory.weights_file import SharedWeights
 from kunserve.engine.nodes import numa_nodes, stay_on_one
 from kunserve.model.config import read_eos_ids
-from kunserve.model.fingerprint import check_fingerprint
+from kunserve.model.fingerprint import check_fingerprint, model_fingerprint
 from kunserve.model.source import resolve_model
 
 
@@ -20,7 +21,12 @@ def load_model(order: InstanceOrder) -> Loaded:
     check_fingerprint(source, order.model_files, with_times=is_here)
     if instance.device == "cpu" and instance.tensor_parallel_size == 1:
         stay_on_one(order.instance_id, instance.num_threads, numa_nodes())
-    backend = open_backend(config.model, source, instance, order.instance_id)
+    shared = None
+    if order.weights_fds:
+        files = order.model_files or model_fingerprint(source)
+        told = {"model_files": files, "seed": str(config.model.seed)}
+        shared = SharedWeights(order.weights_fds, told)
+    backend = open_backend(config.model, source, instance, order.instance_id, shared)
     body = EngineBody(
         order.instance_id,
         config.model,

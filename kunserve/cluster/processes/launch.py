@@ -5,7 +5,7 @@ import logging
 import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,7 @@ from kunserve.cluster.instance.lease import LeaseTerms
 from kunserve.cluster.processes.process_mark import FoundProcess, mark_of, open_marked
 from kunserve.cluster.processes.run_folder import RunFolder
 from kunserve.cluster.processes.seat import Seat
+from kunserve.cluster.processes.weights_files import WeightsFiles
 from kunserve.control.cluster.requests.quarantine import Blame, blame_of
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, StartupFailure, TooLittleMemory
@@ -75,6 +76,8 @@ class InstanceOrder:
     place: Place = ONE_HOST
     network: Network | None = None
     """None: every process of the cluster is on this machine."""
+    weights_fds: tuple[int, ...] = ()
+    """Descriptors of the process: for each of its ranks, weights that it shares with others."""
 
 
 def startup_error(instance_id: InstanceId, reason: str, said: bytes) -> ConfigError:
@@ -145,17 +148,20 @@ def check_memory(config: KunServeConfig) -> None:
         )
 
 
-def check_growth(config: KunServeConfig, num_more: int, pids: Iterable[int]) -> None:
+def check_growth(
+    config: KunServeConfig, num_more: int, pids: Iterable[int], weights: WeightsFiles
+) -> None:
     """Raise TooLittleMemory when so many instances more do not fit on this machine.
 
     The processes that run have been promised memory that they do not hold yet: KV blocks that
-    nobody has used. It is not to be given away twice.
+    nobody has used. It is not to be given away twice. Shared ``weights`` are there already.
     """
     if not _is_memory_known(config):
         return
     beside_bytes = config.instance.tensor_parallel_size * PROCESS_BYTES
-    each = config.instance.memory_bytes + beside_bytes
-    owed = sum(max(0, each - held_bytes(pid)) for pid in pids)
+    each = config.instance.memory_bytes - weights.own_bytes + beside_bytes
+    mapped_bytes = weights.mapped_bytes
+    owed = sum(max(0, each - max(0, held_bytes(pid) - mapped_bytes)) for pid in pids)
     left = available_bytes() - owed
     if num_more * each > left:
         raise TooLittleMemory(
@@ -275,10 +281,12 @@ class LocalLauncher:
     def __init__(self, program: Sequence[str] | None = None) -> None:
         """``program`` is what Python runs instead of the instance's own entry point."""
         self._program = program
+        self._weights = WeightsFiles()
 
     async def start(self, order: InstanceOrder) -> InstanceProcess:
         """Spawn the process and hand it its order."""
-        return LocalProcess(order, self._program)
+        fds = self._weights.fds_of(order.instance_id, order.plan, order.model_files)
+        return LocalProcess(replace(order, weights_fds=fds), self._program)
 
     async def seat(self, folder: Path, grace_s: float) -> Seat:
         """The folder's lock."""
@@ -288,7 +296,9 @@ class LocalLauncher:
         self, marks: Mapping[InstanceId, str], epoch: int
     ) -> dict[InstanceId, InstanceProcess]:
         """Those that have not ended. The lock keeps earlier fronts away from them."""
-        return find_here(marks)
+        found = find_here(marks)
+        self._weights.find(process.pid for process in found.values())
+        return found
 
     def check_start(self, config: KunServeConfig, fake: FakeSettings | None) -> None:
         """See ``check_memory``. A fake instance takes next to nothing."""
@@ -304,10 +314,11 @@ class LocalLauncher:
     ) -> None:
         """See ``check_growth``."""
         if fake is None:
-            check_growth(config, num_more, pids)
+            check_growth(config, num_more, pids, self._weights)
 
     def close(self) -> None:
         """A start here waits for nobody."""
+        self._weights.close()
 
 
 def find_here(marks: Mapping[InstanceId, str]) -> dict[InstanceId, InstanceProcess]:
@@ -344,6 +355,7 @@ class LocalProcess(Child):
         super().__init__(
             program or ("-m", module),
             within=within,
+            fds=order.weights_fds,
             stdin=subprocess.PIPE,
             stdout=self._words,
             environment=process_environment(order.plan.config.instance.num_threads),

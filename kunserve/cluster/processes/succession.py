@@ -186,6 +186,7 @@ def settings_digest(plan: Plan, fake: FakeSettings | None, model_files: str | No
             ray_autoscaling=usual.ray_autoscaling,
         ),
     )
-    instances = msgspec.json.encode((asked, measured.ring, measured.share, fake, model_files))
+    found = (measured.ring, measured.share, measured.weight_sharers)
+    instances = msgspec.json.encode((asked, *found, fake, model_files))
     words = f"{kunserve.__version__} {WEIGHTS_LAYOUT} {language}".encode()
     return hashlib.sha256(words + instances).hexdigest()

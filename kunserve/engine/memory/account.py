@@ -34,6 +34,8 @@ class StartupAccount:
     process_bytes: int
     """All of it, with interpreter and libraries."""
     load_s: float
+    shares_weights: bool = False
+    """Whether others have them too; of the memory they are a part only."""
 
     def __str__(self) -> str:
         """One line for the log."""
@@ -52,7 +54,7 @@ class StartupAccount:
             in_huge = f" ({self.huge_bytes / mib:.0f} in pages of 2 MiB so far)"
         return (
             f"memory {self.memory_bytes / mib:.1f} MiB{in_huge}: "
-            f"weights {self.weights_bytes / mib:.1f} MiB, "
+            f"weights {self.weights_bytes / mib:.1f} MiB{' shared' * self.shares_weights}, "
             f"KV {self.kv_bytes / mib:.1f} MiB in {self.kv_blocks} blocks; "
             f"beside it {self.buffer_bytes / mib:.1f} MiB for steps, "
             f"{self.process_bytes / mib:.1f} MiB in all; "
@@ -86,4 +88,5 @@ def account_of(
         buffer_bytes=buffer_bytes,
         process_bytes=spec.memory_bytes + anonymous_bytes() + other_bytes,
         load_s=load_s,
+        shares_weights=bool(spec.shared_weights_bytes),
     )

@@ -15,6 +15,7 @@ _MAP_FIXED = 0x10
 _MAP_POPULATE = 0x8000
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
 _MADV_HUGEPAGE = 14
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
@@ -75,10 +76,13 @@ def unreserve(address: int, num_bytes: int) -> None:
     _patient_libc.munmap(address, num_bytes)
 
 
-def map_file(address: int, num_bytes: int, fd: int, offset: int, populate: bool) -> None:
+def map_file(
+    address: int, num_bytes: int, fd: int, offset: int, populate: bool, *, writable: bool = True
+) -> None:
     """Put ``num_bytes`` of the file at ``address``, replacing whatever was mapped there."""
     flags = _MAP_SHARED | _MAP_FIXED
-    _mmap(address, num_bytes, _PROT_READ_WRITE, flags, fd, offset)
+    prot = _PROT_READ_WRITE if writable else mmap.PROT_READ
+    _mmap(address, num_bytes, prot, flags, fd, offset)
     if populate and not populate_pages(address, num_bytes):
         # Linux before 5.14.
         flags |= _MAP_POPULATE
@@ -108,9 +112,10 @@ def move(source: int, target: int, num_bytes: int) -> bool:
     return result is not None and result != _FAILED
 
 
-def populate_pages(address: int, num_bytes: int) -> bool:
+def populate_pages(address: int, num_bytes: int, *, writable: bool = True) -> bool:
     """Fault pages in without changing them; False where that is not possible (not mapped)."""
-    return bool(_patient_libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0)
+    advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+    return bool(_patient_libc.madvise(address, num_bytes, advice) == 0)
 
 
 def advise_huge(address: int, num_bytes: int) -> None:
@@ -141,24 +146,28 @@ def shown(fd: int, offset: int, num_bytes: int, alignment: int) -> Iterator[int]
         unreserve(reserved_at, reserved_bytes)
 
 
-def huge_bytes_at(address: int, num_bytes: int) -> int:
-    """How much of a memory file's mappings there goes through huge pages, as far as the kernel
-    says. Slow.
+def huge_bytes_at(address: int, num_bytes: int, fd: int | None = None) -> int:
+    """How much of a memory file's (None: of any one's) mappings there goes through huge pages, as
+    far as the kernel says. Slow.
     """
+    inode = None if fd is None else str(os.fstat(fd).st_ino)
     try:
         with open("/proc/self/smaps", encoding="utf-8") as lines:
-            return sum(_huge_bytes_in(lines, address, address + num_bytes))
+            return sum(_huge_bytes_in(lines, address, address + num_bytes, inode))
     except OSError:
         return 0
 
 
-def _huge_bytes_in(lines: Iterable[str], address: int, end: int) -> Iterator[int]:
+def _huge_bytes_in(
+    lines: Iterable[str], address: int, end: int, inode: str | None
+) -> Iterator[int]:
     is_there = False
     for line in lines:
         name, *fields = line.split(maxsplit=2)
         if not name.endswith(":"):
             first, last = (int(part, 16) for part in name.split("-"))
             is_there = address <= first and last <= end
+            is_there &= inode is None or fields[-1].split()[2] == inode
         elif is_there and name == "ShmemPmdMapped:":
             yield int(fields[0]) * 1024
 

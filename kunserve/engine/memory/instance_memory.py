@@ -18,6 +18,7 @@ from kunserve.engine.memory.arena import Arena, VirtualRange
 from kunserve.engine.memory.huge_pages import arrange
 from kunserve.engine.memory.memory_plan import MemoryPlan, mib, padding_granules
 from kunserve.engine.memory.pages import HostPages, OpenPages, Spans, pair_up
+from kunserve.engine.memory.weights_file import WeightsFile
 from kunserve.engine.weights.layout import WeightLayout
 from kunserve.model.spec import ModelSpec
 from kunserve.transport.bulk.movable_memory import (
@@ -74,22 +75,26 @@ class InstanceMemory:
         open_pages: OpenPages = HostPages,
         *,
         backs_guard: bool = False,
+        weights_file: WeightsFile | None = None,
     ) -> None:
         """``beside_bytes`` is what the instance will need beside weights and KV.
 
-        With ``backs_guard`` there is memory below unit 0, too, for padding to be written to.
+        With ``backs_guard`` there is memory below unit 0, too, for padding to be written to. With
+        a ``weights_file`` weights are there, for others too, and all of the arena is KV.
         """
         plan = MemoryPlan.of(model, config)
         granule = config.granule_bytes
+        own_weights = plan.weights_granules if weights_file is None else 0
+        kv_granules = plan.num_granules - plan.weights_granules
         self.layout = WeightLayout(model, granule)
         # Entries may be as low as -num_layers: their addresses must exist.
         self._guard_slots = padding_granules(model, config)
         self._guard_granules = self._guard_slots if backs_guard else 0
-        num_bytes = (plan.num_granules + self._guard_granules) * granule
+        num_bytes = (own_weights + kv_granules + self._guard_granules) * granule
         self.arena = Arena(open_pages(num_bytes, granule, beside_bytes))
         if not backs_guard:
             # Addresses only, so that KV's slots and granules leave the same remainder.
-            ahead = plan.weights_granules - self._guard_slots
+            ahead = own_weights - self._guard_slots
             self._guard_slots += ahead % self.arena.pages.granules_per_page
         self.spec = InstanceSpec(
             instance_id=instance_id,
@@ -100,24 +105,36 @@ class InstanceMemory:
             memory_bytes=plan.num_granules * granule,
             kv_units=plan.kv_units,
             granule_bytes=granule,
+            shared_weights_bytes=0 if weights_file is None else weights_file.num_bytes,
         )
+        self.weights_file = weights_file
+        """None: the instance has weights of its own, and may drop them."""
         self.held = LayerRange(0, model.num_layers)
         self._prepared: LayerRange | None = None
         """Layers to be held next, whose granules are linked already."""
         self._has_warned = False
         try:
-            self.weights = self.arena.reserve("weights", self.layout.num_bytes)
-            self.kv = self.arena.reserve("kv", (self._guard_slots + plan.num_granules) * granule)
-            self.arena.map(self.weights, 0, self.arena.take(plan.weights_granules), populate=True)
-            if backs_guard:
-                self.arena.map(self.kv, 0, self.arena.take(self._guard_slots))
-            self.arena.map(self.kv, self._guard_slots, self.arena.take(self.arena.num_free))
+            self.weights, self.kv = self._map_all(own_weights, kv_granules)
         except OSError as error:
             self.arena.close()
             raise TooLittleMemory(
                 f"the machine cannot map {mib(self.spec.memory_bytes)}: {error.strerror}"
             ) from error
         self.arena.pages.prefault(self.kv_base_address, self._tail_slot_bytes())
+
+    def _map_all(self, own_weights: int, kv_granules: int) -> tuple[VirtualRange, VirtualRange]:
+        """The weights range and the KV range while every layer is held."""
+        arena, guard_slots = self.arena, self._guard_slots
+        weights = arena.reserve("weights", self.layout.num_bytes)
+        most = guard_slots + own_weights + kv_granules
+        kv = arena.reserve("kv", most * arena.granule_bytes)
+        if self.weights_file is not None:
+            self.weights_file.map_at(weights.base_address)
+        arena.map(weights, 0, arena.take(own_weights), populate=True)
+        if self._guard_granules:
+            arena.map(kv, 0, arena.take(self._guard_granules))
+        arena.map(kv, guard_slots, arena.take(arena.num_free))
+        return weights, kv
 
     @property
     def kv_base_address(self) -> int:
@@ -172,6 +189,7 @@ class InstanceMemory:
         Raises RemapFailed, which ends the process, when the system refuses what was not prepared.
         """
         assert self.held.covers(keep) and keep.num_layers > 0, (self.held, keep)
+        assert self.weights_file is None or keep == self.held, "shared weights are not dropped"
         return self._hold(keep)
 
     def reclaim(self, layers: LayerRange) -> Remap:
@@ -329,6 +347,7 @@ class InstanceMemory:
         wanted = np.zeros(self.layout.num_granules, dtype=bool)
         wanted[: self.layout.layers_offset // self.arena.granule_bytes] = True
         wanted[first:end] = True
+        wanted &= self.weights_file is None
         assert ((self.weights.granules >= 0) == wanted).all(), self.held
         backed = self.kv.granules >= 0
         assert backed[self._guard_slots : self._tail_slot].all(), self._tail_slot
@@ -340,6 +359,8 @@ class InstanceMemory:
     def close(self) -> None:
         """Release everything. Tensors over this memory must not be touched any more."""
         self.arena.close()
+        if self.weights_file is not None:
+            self.weights_file.close()
 
     @property
     def _tail_slot(self) -> int:

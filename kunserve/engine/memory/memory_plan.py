@@ -15,6 +15,7 @@ class MemoryPlan:
 
     num_granules: int
     weights_granules: int
+    """Where the weights are shared: its part of them. They are not in the instance's own memory."""
     kv_units: int
 
     @classmethod
@@ -29,7 +30,7 @@ class MemoryPlan:
             config = config_of_rank(config)
         granule = config.granule_bytes
         unit = model.unit_bytes(config.block_size)
-        weights = WeightLayout(model, granule).num_granules
+        weights = -(-WeightLayout(model, granule).num_granules // max(1, config.weight_sharers))
         if config.kv_cache_memory_bytes is None:
             num_granules = config.memory_bytes // granule
         else:

@@ -260,7 +260,8 @@ class HostPages:
     @property
     def huge_bytes(self) -> int:
         """See ``Pages``."""
-        return sum(address_space.huge_bytes_at(*span) for span in self._reserved.values())
+        spans = self._reserved.values()
+        return sum(address_space.huge_bytes_at(*span, self._fd) for span in spans)
 
     def _tell_huge(self) -> None:
         if not self._huge:

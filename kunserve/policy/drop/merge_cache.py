@@ -52,7 +52,7 @@ class MergeCache:
         self._specs = specs
         self._min_deep_gain = min_deep_gain
         self._head_cost_layers = head_cost_layers
-        self._kinds: dict[tuple[int, int, int, int, int], Kind] = {}
+        self._kinds: dict[tuple[int, ...], Kind] = {}
         self._examples: list[InstanceSpec] = []
         """One instance of each kind."""
         self._layouts: dict[Held, Shape] = {}
@@ -122,8 +122,9 @@ class MergeCache:
         return self._splits[held, prefer]
 
     def _kind_of(self, spec: InstanceSpec) -> Kind:
-        ranks = spec.tensor_parallel_size
-        memory = (spec.kv_units, spec.layer_bytes, spec.unit_bytes, spec.granule_bytes, ranks)
+        ranks, shared = spec.tensor_parallel_size, spec.shared_weights_bytes
+        sizes = (spec.kv_units, spec.layer_bytes, spec.unit_bytes, spec.granule_bytes)
+        memory = (*sizes, ranks, shared)
         kind = self._kinds.get(memory)
         if kind is None:
             kind = self._kinds[memory] = len(self._examples)

@@ -20,7 +20,7 @@ Where ours differs, and why:
 * Groups that stand near each other merge first (``nearness``): of one host, of one rack, of any.
   Those that did not reach each other lately do not merge (``apart``).
 * Instances of other numbers of ranks never merge, because a rank's part of KV and weights is
-  another one there.
+  another one there. Nor do those that share their weights: it would free nothing.
 * Ending without enough, the caller relieves KV memory otherwise and asks for more instances.
 
 ``merge_cache`` works equal merges out once: a hundred instances are planned in milliseconds.
@@ -38,7 +38,7 @@ from kunserve.policy.drop.merge_cache import MergeCache, Shape
 from kunserve.policy.drop.merge_places import Meet, PlacedQueue
 from kunserve.policy.drop.merge_queue import PlannedGroup
 from kunserve.policy.drop.nearness import exchange_s
-from kunserve.policy.exchange.moves import ranks_obstacle
+from kunserve.policy.exchange.moves import ranks_obstacle, weights_obstacle
 
 _NOBODY: frozenset[InstanceId] = frozenset()
 Pair = tuple[InstanceId, InstanceId]
@@ -194,7 +194,9 @@ def _together(apart: Collection[Pair]) -> Meet | None:
 
 def _obstacle_of(groups: Sequence[PlannedGroup], specs: Specs) -> str | None:
     """Why some of the groups could not merge, whatever they would gain."""
-    return ranks_obstacle(specs[group.old[0].leader].tensor_parallel_size for group in groups)
+    leaders = [specs[group.old[0].leader] for group in groups]
+    sizes = (spec.tensor_parallel_size for spec in leaders)
+    return weights_obstacle(leaders) or ranks_obstacle(sizes)
 
 
 def _merge_until(queue: PlacedQueue, needed: int, needed_there: int) -> int:

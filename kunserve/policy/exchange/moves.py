@@ -128,6 +128,12 @@ def ranks_obstacle(sizes: Iterable[int]) -> str | None:
     )
 
 
+def weights_obstacle(specs: Iterable[InstanceSpec]) -> str | None:
+    """Why no layers are given up, where any of these instances has them with others."""
+    shared = any(spec.shared_weights_bytes for spec in specs)
+    return "weights are shared" if shared else None
+
+
 def find_obstacle(
     members: Collection[InstanceId],
     old: Sequence[GroupLayout],
@@ -138,7 +144,8 @@ def find_obstacle(
 
     ``specs`` are those of the change's instances and no others.
     """
-    obstacle = ranks_obstacle(spec.tensor_parallel_size for spec in specs.values())
+    obstacle = weights_obstacle(specs.values())
+    obstacle = obstacle or ranks_obstacle(spec.tensor_parallel_size for spec in specs.values())
     if obstacle is not None:
         return obstacle
     for before in old:

@@ -19,6 +19,7 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError, KunServeError
 from kunserve.core.extras import find_extra
 from kunserve.core.messages import Ready
+from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.cpu.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
@@ -28,7 +29,7 @@ from kunserve.server.http.api_keys import ApiKeys
 from kunserve.server.http.tls import check_certificates
 from kunserve.server.start.app import create_app
 from kunserve.server.start.launch_parts import load_tokenizer, tracer_of
-from kunserve.server.start.plan import idle_cores, make_plan
+from kunserve.server.start.plan import idle_cores, make_plan, shared_weights_line
 from kunserve.server.start.serve import serve
 
 logger = logging.getLogger("kunserve.server")
@@ -81,13 +82,19 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
         logger.info("%s", hint)
     # Here, because every instance would compile them otherwise.
     logger.info("kernels file=%s", (await asyncio.to_thread(find_or_build)).name)
+    specs: list[InstanceSpec] = []
+
+    def note_ready(ready: Ready) -> None:
+        logger.info("instance ready instance=%d %s", ready.spec.instance_id, ready.summary)
+        specs.append(ready.spec)
+
     starting = asyncio.create_task(
         LocalCluster.start(
             plan,
             vocab_size=spec.vocab_size,
             launcher=launcher,
             run_folder=run_folder,
-            on_ready=_log_ready,
+            on_ready=note_ready,
         )
     )
     try:
@@ -99,6 +106,9 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
         with contextlib.suppress(asyncio.CancelledError, KunServeError):
             await (await starting).close()
         raise
+    shared = shared_weights_line(specs)
+    if shared is not None:
+        logger.info("%s", shared)
     return Launched(cluster, tokenizer, defaults, config)
 
 
@@ -160,10 +170,6 @@ def _run_folder(config: KunServeConfig) -> Path | None:
         return None
     name = f"kunserve-{os.getuid()}-{host}-{port}".replace("/", "-")
     return Path(tempfile.gettempdir()) / name
-
-
-def _log_ready(ready: Ready) -> None:
-    logger.info("instance ready instance=%d %s", ready.spec.instance_id, ready.summary)
 
 
 def _listen(host: str, port: int) -> socket.socket:

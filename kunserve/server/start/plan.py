@@ -1,6 +1,8 @@
 """From settings to a plan: what the model, a profile and the machine say is found out."""
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from kunserve.core.config import MIB, KunServeConfig
@@ -8,8 +10,10 @@ from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
 from kunserve.core.kv_blocks import KvRing, ring_of
 from kunserve.core.plan import CardShare, Measured, Plan, SwapPlan
+from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.memory.copy_rate import measure_copy_rate
 from kunserve.engine.memory.free_memory import available_bytes
+from kunserve.engine.nodes import node_numbers, numa_nodes
 from kunserve.engine.torch.cuda.cards import find_share
 from kunserve.model.profile import ProfileSubject, find_cost
 from kunserve.model.quantization import kept_layer_bytes
@@ -38,7 +42,54 @@ def make_plan(
     share = find_share(config, spec) if config.cluster.launcher == "local" else None
     layer_bytes = None if kept is None else kept_layer_bytes(source, spec)
     cost = find_step_cost(config, spec, kept, layer_bytes)
-    return Plan(config, Measured(cost, find_swap(config, share), ring, share))
+    return Plan(config, Measured(cost, find_swap(config, share), ring, share, find_sharers(config)))
+
+
+def find_sharers(config: KunServeConfig) -> int:
+    """Among how many instances each copy of the weights counts; 0: each has its own.
+
+    The fewest that stand on a NUMA node at the start. Says why, where they could have shared.
+    """
+    instance, cluster = config.instance, config.cluster
+    if instance.weights == "private":
+        return 0
+    nodes = numa_nodes()
+    num_nodes, num_ranks = max(1, len(nodes)), instance.tensor_parallel_size
+    copies = Counter(
+        copy
+        for one in range(cluster.num_instances)
+        for copy in enumerate(node_numbers(one, num_ranks, num_nodes))
+    )
+    fewest = min(copies.values())
+    why = None
+    if instance.device != "cpu":
+        why = "GPUs have memory of their own"
+    elif cluster.launcher != "local" or cluster.topology is not None:
+        why = "instances stand on several hosts"
+    elif cluster.pipeline_stages > 1:
+        why = "pipelines from the start have one copy in all"
+    elif max(cluster.num_instances, cluster.max_instances or 0) < 2:
+        why = "there is one instance"
+    elif num_nodes > 1 and (fewest < 2 or instance.num_threads // num_ranks > min(map(len, nodes))):
+        why = "no two instances compute on one NUMA node alone"
+    if why is None:
+        return fewest
+    level = logging.WARNING if instance.weights == "shared" else logging.INFO
+    logger.log(level, "weights are private: %s", why)
+    return 0
+
+
+def shared_weights_line(specs: Sequence[InstanceSpec]) -> str | None:
+    """How much memory one copy of the weights leaves for KV, for people; None: there are more."""
+    if not specs or not specs[0].shared_weights_bytes:
+        return None
+    spec = specs[0]
+    kv_bytes = spec.kv_units * spec.unit_bytes
+    private_bytes = max(0, spec.memory_bytes - spec.shared_weights_bytes)
+    return (
+        f"weights {spec.shared_weights_bytes / MIB:.0f} MiB once for {len(specs)} instances, "
+        f"KV {kv_bytes / MIB:.0f} MiB each (private: {private_bytes / MIB:.0f})"
+    )
 
 
 def idle_cores(config: KunServeConfig, num_cores: int) -> str | None:

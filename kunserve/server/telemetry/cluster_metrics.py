@@ -75,7 +75,8 @@ class ClusterMetrics(Collector):
         """Everything, as of the last ``observe``."""
         model, vitals = self._model_name, self._engine.vitals()
         look = Look(self._state, vitals)
-        self._processes.look(dict(vitals.pids))
+        borrowed = {one.spec.instance_id: one.spec.borrowed_bytes for one in self._state.instances}
+        self._processes.look(dict(vitals.pids), borrowed)
         return chain(
             metrics_of(_LOOKED_AT, look, model),
             metrics_of(transition_metrics.ROWS, self._transitions, model),

@@ -20,8 +20,8 @@ class ProcessMetrics:
         """Process id and CPU seconds."""
         self._past_s: dict[InstanceId, float] = {}
 
-    def look(self, pids: Mapping[InstanceId, int]) -> None:
-        """Ask the processes that run."""
+    def look(self, pids: Mapping[InstanceId, int], borrowed: Mapping[InstanceId, int]) -> None:
+        """Ask the processes that run. What they have ``borrowed`` counts with other instances."""
         self.resident_bytes = {}
         for instance_id, pid in pids.items():
             used = _used_by(pid)
@@ -36,7 +36,7 @@ class ProcessMetrics:
             self._last[instance_id] = (pid, cpu_s)
             self.cpu_s[instance_id] = self._past_s.get(instance_id, 0.0) + cpu_s
             # Rank 0 maps the memory of the others, so only what they have beside it is added.
-            own_bytes = used["process_resident_memory_bytes"]
+            own_bytes = used["process_resident_memory_bytes"] - borrowed.get(instance_id, 0)
             self.resident_bytes[instance_id] = own_bytes + beside_bytes(ranks)
 
 
@@ -49,7 +49,7 @@ ROWS: tuple[Row[ProcessMetrics], ...] = (
     ),
     gauge(
         "kunserve:instance_resident_memory_bytes",
-        "Memory that the instance's processes have in use; that of other ranks counts once.",
+        "Memory that the instance's processes have in use; what several of them map counts once.",
         lambda own: by_engine(own.resident_bytes),
         "engine",
     ),

@@ -46,6 +46,15 @@ def test_a_restore_tells_of_pipelines_that_do_not_part() -> None:
         restore(brain)
 
 
+def test_a_drop_of_shared_weights_is_refused_by_that_name() -> None:
+    brain = Brain(2, policy="drop", shared_weights_bytes=1 << 20)
+    forced = ForcedTransitions(
+        brain.controller, lambda: brain.now_s, brain.pass_time, asyncio.sleep
+    )
+    with pytest.raises(InvalidRequest, match="weights are shared, nothing to drop"):
+        asyncio.run(forced.drop(None))
+
+
 def test_a_restore_of_all_tells_of_nothing_else() -> None:
     brain = two_pairs()
     for leader in (0, 2):

@@ -20,6 +20,7 @@ from kunserve.cluster.processes.launch import (
     check_memory,
 )
 from kunserve.cluster.processes.process_mark import mark_of
+from kunserve.cluster.processes.weights_files import WeightsFiles
 from kunserve.control.cluster.requests.quarantine import Blame, Cause, blame_of
 from kunserve.core.config import (
     MIB,
@@ -99,11 +100,26 @@ def test_growth_is_refused_where_it_would_take_what_running_instances_were_promi
     monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each)
     monkeypatch.setattr(launch, "held_bytes", lambda pid: each - pid * MIB)
     made = config(2, memory_bytes=1024 * MIB)
-    check_growth(made, 2, [0, 0])
-    check_growth(made, 1, [0, 1024])
+    none = WeightsFiles()
+    check_growth(made, 2, [0, 0], none)
+    check_growth(made, 1, [0, 1024], none)
     with pytest.raises(TooLittleMemory, match=r"^1 more of 1024 MiB .* has 1247 MiB left beside"):
-        check_growth(made, 1, [1000, 249])
-    check_growth(config(2, memory_bytes=1024 * MIB, kv_cache_memory_bytes=MIB), 9, [0])
+        check_growth(made, 1, [1000, 249], none)
+    check_growth(config(2, memory_bytes=1024 * MIB, kv_cache_memory_bytes=MIB), 9, [0], none)
+
+
+def test_an_instance_more_needs_no_memory_for_shared_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 1024 MiB each, 300 MiB are half of 600 MiB of weights, which all have mapped."""
+    own = 724 * MIB + PROCESS_BYTES
+    monkeypatch.setattr(launch, "held_bytes", lambda pid: own + 600 * MIB - pid * MIB)
+    monkeypatch.setattr(WeightsFiles, "mapped_bytes", 600 * MIB)
+    monkeypatch.setattr(WeightsFiles, "own_bytes", 300 * MIB)
+    monkeypatch.setattr(launch, "available_bytes", lambda: own)
+    check_growth(config(2, memory_bytes=1024 * MIB), 1, [0, 0], WeightsFiles())
+    with pytest.raises(TooLittleMemory, match="has 947 MiB left beside"):
+        check_growth(config(2, memory_bytes=1024 * MIB), 1, [0, 1], WeightsFiles())
 
 
 def test_what_a_process_holds() -> None:

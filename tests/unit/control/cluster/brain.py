@@ -79,11 +79,13 @@ class Brain:
         num_ranks: Mapping[int, int] = MappingProxyType({}),
         places: Mapping[int, Place] = MappingProxyType({}),
         cost: CostCoefficients | None = None,
+        shared_weights_bytes: int = 0,
         **overload: Any,
     ) -> None:
         """``num_ranks`` of instances that have more than one, ``places`` of those that tell."""
         self.num_ranks = num_ranks
         self.places = places
+        self.shared_weights_bytes = shared_weights_bytes
         if cluster is None:
             cluster = ClusterConfig(num_instances=num_instances)
         config = KunServeConfig(
@@ -114,7 +116,12 @@ class Brain:
         self._numbers[instance_id] = 0
         spec = fake_spec(instance_id, NUM_LAYERS, NUM_LAYERS * BLOCKS, layer_bytes=3200)
         place = self.places.get(number, ONE_HOST)
-        spec = replace(spec, tensor_parallel_size=num_ranks, place=place)
+        spec = replace(
+            spec,
+            tensor_parallel_size=num_ranks,
+            place=place,
+            shared_weights_bytes=self.shared_weights_bytes,
+        )
         self.tell(number, Ready(spec, f"address {number}", 400, "fake"))
 
     def tell(self, number: int, event: Event) -> None:

@@ -232,6 +232,16 @@ def test_where_only_instances_of_other_ranks_are_left_that_is_said() -> None:
     assert "nothing is left to drop: instances of 1 and 2 ranks do not merge" in wish.reason
 
 
+def test_where_weights_are_shared_nothing_is_dropped_and_that_is_said() -> None:
+    brain = Brain(park_behind_drop=True, shared_weights_bytes=1 << 20)
+    brain.report(0, **SHORT)
+    assert not brain.take(Prepare), "it would free nothing"
+    (wish,) = brain.said(ScaleUp)
+    assert "nothing is left to drop: weights are shared" in wish.reason
+    assert brain.take(AllowParking), "what comes behind a drop comes at once"
+    assert not brain.controller.force_drop(None, brain.now_s)
+
+
 def test_parking_is_allowed_where_nothing_is_left_to_drop() -> None:
     brain = Brain(park_behind_drop=True)
     brain.report(0, **SHORT)
