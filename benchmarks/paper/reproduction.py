@@ -36,7 +36,7 @@ DOCUMENTS = (
         ROOT / "docs" / f"{name}.md"
         for name in (
             *("reproduction", "results", "when-it-helps", "sparse-models"),
-            "decisions/drop-worth",
+            *("decisions/drop-worth", "decisions/simulator"),
         )
     ),
 )

@@ -103,6 +103,47 @@ def slo() -> list[Row]:
     return rows
 
 
+PROMPTS = (1024, 2048, 4096, 8192, 16_384)
+
+
+def published_steps() -> list[Row]:
+    """By how much simulated steps differ from published ones."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for line in figures_of("published_steps"):
+        if line["name"] == "error":
+            settings = line["settings"]
+            found.setdefault((settings["source"], settings["of"]), {})[settings["step"]] = line[
+                "value"
+            ]
+    rows: list[Row] = [
+        ("simulated against published", *(f"prompt of {n}" for n in PROMPTS), "decode")
+    ]
+    for (source, of), errors in found.items():
+        steps = (*(f"prompt of {n}" for n in PROMPTS), "decode")
+        cells = (signed(errors[step]) if step in errors else "-" for step in steps)
+        rows.append((f"{source}: {of}", *cells))
+    return rows
+
+
+def sensitivity() -> list[Row]:
+    """The claims' ratios with step times a quarter slower and faster: three draws."""
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for line in figures_of("sensitivity"):
+        settings = line["settings"]
+        found.setdefault(settings["times"], {})[settings["of"], line["name"]] = line["value"]
+    names = tuple(dict.fromkeys(of for values in found.values() for of, _ in values))
+    columns = tuple((of, what) for of in names for what in ("P99 TTFT lower", "P50 TPOT"))
+    rows: list[Row] = [("step times", *(f"{of}: {what}" for of, what in columns))]
+    for times, values in found.items():
+        cells = []
+        for of, what in columns:
+            middle, least, most = (values[of, f"{what}{end}"] for end in ("", ", least", ", most"))
+            form = "{:.1f}x" if what == "P99 TTFT lower" else "{:+.0f} %"
+            cells.append(f"{form.format(middle)} ({least:.1f} to {most:.1f})")
+        rows.append((times, *cells))
+    return rows
+
+
 def memory_or_compute() -> list[Row]:
     """What full memory gives, and what each depth of dropping adds and costs."""
     found: dict[tuple[Any, ...], float] = {}
@@ -204,6 +245,8 @@ TABLES: dict[str, Table] = {
     "sparse-models": Table(sparse_bursts, _simulated(*NAMES)),
     "sparse-ridge": Table(sparse_ridge, _simulated(*RIDGES)),
     "targets": Table(targets, ("targets",)),
+    "published-steps": Table(published_steps, ("published_steps",)),
+    "sensitivity": Table(sensitivity, ("sensitivity",)),
     "one-result": Table(real_tables.one_result, (real_tables.ROUNDS,)),
     "real-rounds": Table(real_tables.rounds, (real_tables.ROUNDS,)),
     "real-rivals": Table(real_tables.rivals, (real_tables.RIVALS,)),

@@ -8,9 +8,10 @@ import pytest
 
 from benchmarks.__main__ import FOLDER
 from benchmarks.paper import tables
-from benchmarks.paper.kept_results import RESULTS, Runs
+from benchmarks.paper.kept_results import FIXED, RESULTS, Runs, runs_of
 from benchmarks.paper.reproduction import DOCUMENTS, experiments, kept, write_tables
 from benchmarks.paper.tables import TABLES
+from kunserve_lab.compare.comparison import Options, compare
 from kunserve_lab.compare.experiment import check_experiment
 from kunserve_lab.compare.experiment_file import read_experiment
 from kunserve_lab.compare.results import load
