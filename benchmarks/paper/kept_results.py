@@ -8,18 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from kunserve_lab.compare.results import RunResult, load
+from kunserve_lab.compare.slo import FACTOR, FACTORS
 
 RESULTS = Path(__file__).parents[1] / "results"
-SLO_KEY = "slo_violations_5x"
-"""Beside a run's own fields: requests over 5 times the best P50 of all systems at its load."""
-CLEARLY = 1.1
-"""Times lower that P99 must be for a load to be one at which dropping helps."""
+SLO_KEY = "slo_violations"
+"""Beside a run's own fields: the shares of requests over 1, 2, ... 10 times the P50 of `endless`
+at the lowest load (``slo.one_base``)."""
 LONGBENCH = "end_to_end_longbench_14b"
 SHAREGPT = "end_to_end_sharegpt_14b"
 BURSTGPT = "end_to_end_burstgpt_14b"
 LONGBENCH_72B = "end_to_end_longbench_72b"
 HEAVY = "heavy_weights_14b"
 BOUNDS = "bounds_longbench_14b"
+FIXED = {
+    "LongBench": "claims_longbench_14b",
+    "whole trace": "claims_whole_trace_14b",
+    "ShareGPT": "claims_sharegpt_14b",
+    "BurstGPT-like": "claims_burstgpt_14b",
+    "72B": "claims_longbench_72b",
+    "heavy weights": "claims_heavy_14b",
+}
+"""The experiments that claims are of: five draws at a load that is fixed beforehand."""
 
 
 class Runs:
@@ -33,9 +42,10 @@ class Runs:
             self._draws.setdefault((run.system, run.load), {})[run.seed] = run
         self._commits = sorted({str(run.environment.get("commit")) for run in all_runs})
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        self._violations: dict[tuple[str, float], float | None] = {
-            (line["system"], line["load"]): line.get(SLO_KEY) for line in lines
-        }
+        self._violations: dict[tuple[str, float], list[list[float]]] = {}
+        for line in lines:
+            late = self._violations.setdefault((line["system"], line["load"]), [])
+            late.append(line.get(SLO_KEY, []))
 
     @property
     def loads(self) -> list[float]:
@@ -58,28 +68,34 @@ class Runs:
         """Its run of each seed."""
         return self._draws[system, at]
 
-    def violations(self, system: str, at: float) -> float | None:
-        """Share of requests over the objective; None where it was not kept."""
-        return self._violations[system, at]
+    def violations(self, system: str, at: float, factor: float = FACTOR) -> float:
+        """Share of requests over the objective: the median over draws."""
+        place = FACTORS.index(factor)
+        return statistics.median(late[place] for late in self._violations[system, at])
 
-    def gain(self, at: float, field: str = "ttft_p99_s") -> float:
-        """How many times lower `drop` is than `recompute`."""
-        lower: float = getattr(self.run("drop", at), field)
-        return float(getattr(self.run("recompute", at), field)) / lower
+    @property
+    def fixed(self) -> float:
+        """The load of claims, which is fixed beforehand: the highest of a ``claims_*``."""
+        return self.loads[-1]
 
-    def best(self, field: str = "ttft_p99_s") -> float:
-        """The load at which `drop` lowers it most."""
-        return max(self.loads, key=lambda at: self.gain(at, field))
+    def gains(self, other: str, field: str, system: str = "drop") -> list[float]:
+        """How many times lower the system's is than the other's there, in equal draws."""
+        ours, theirs = self.draws(system, self.fixed), self.draws(other, self.fixed)
+        return [getattr(theirs[seed], field) / getattr(ours[seed], field) for seed in ours]
+
+    def median(self, system: str, field: str) -> float:
+        """Of the draws there."""
+        runs = self.draws(system, self.fixed).values()
+        return float(statistics.median(getattr(run, field) for run in runs))
+
+    def gain(self, at: float) -> float:
+        """How many times lower `drop` has P99 TTFT than `recompute`."""
+        return self.run("recompute", at).ttft_p99_s / self.run("drop", at).ttft_p99_s
 
     @property
     def differing(self) -> list[float]:
         """The loads at which anything is dropped."""
         return [at for at in self.loads if self.run("drop", at).num_drops]
-
-    @property
-    def helped(self) -> list[float]:
-        """The loads at which `drop` clearly lowers P99 TTFT."""
-        return [at for at in self.loads if self.gain(at) >= CLEARLY]
 
 
 @functools.cache
@@ -95,11 +111,13 @@ def figures_of(benchmark: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def ranged(values: Iterable[float], unit: str) -> str:
+def ranged(values: Iterable[float], unit: str, *, is_bold: bool = False) -> str:
     """Median and range."""
     ordered = sorted(values)
-    middle = statistics.median(ordered)
-    return f"{middle:.1f}{unit} ({ordered[0]:.1f}-{ordered[-1]:.1f})"
+    middle = f"{statistics.median(ordered):.1f}{unit}"
+    if is_bold:
+        middle = f"**{middle}**"
+    return f"{middle} ({ordered[0]:.1f}-{ordered[-1]:.1f})"
 
 
 def signed(percent: float) -> str:

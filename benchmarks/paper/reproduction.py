@@ -25,13 +25,20 @@ from benchmarks.paper.tables import TABLES
 from kunserve_lab.compare.comparison import Options, compare
 from kunserve_lab.compare.experiment import World
 from kunserve_lab.compare.experiment_file import read_experiment
-from kunserve_lab.compare.results import RunResult, by_load
-from kunserve_lab.compare.slo import FACTOR, strict_base, violations
+from kunserve_lab.compare.groups import by_load
+from kunserve_lab.compare.results import RunResult
+from kunserve_lab.compare.slo import FACTORS, one_base, violations
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = tuple(
-    ROOT / "docs" / f"{name}.md"
-    for name in ("reproduction", "when-it-helps", "sparse-models", "decisions/drop-worth")
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in (
+            *("reproduction", "results", "when-it-helps", "sparse-models"),
+            *("decisions/drop-worth", "decisions/simulator"),
+        )
+    ),
 )
 LEFT_OUT = ("ttft_ms", "tpot_ms")
 """Of a run's fields, what no table needs: every request's latency is most of a file."""
@@ -46,19 +53,19 @@ def experiments() -> dict[str, Path]:
 
 
 def kept(results: Sequence[RunResult]) -> bytes:
-    """The lines that are committed: a run's fields without its requests, and its late share."""
+    """The lines that are committed: a run's fields without its requests, and its late shares."""
     lines = []
     for group in by_load(results):
-        base = strict_base(group)
+        base = one_base(group)
         for run in group.runs:
-            late = violations(run, base, FACTOR)
+            late = [violations(run, base, factor) for factor in FACTORS]
             values = {
                 name: value
                 for name, value in msgspec.to_builtins(run).items()
                 if value not in (None, (), [], {}) and name not in LEFT_OUT
             }
-            if late is not None:
-                values[SLO_KEY] = round(late[0], 4)
+            if run.ttft_ms:
+                values[SLO_KEY] = [round(share[0], 4) for share in late if share is not None]
             lines.append(json.dumps(values, separators=(",", ":")))
     return "".join(f"{line}\n" for line in lines).encode()
 
@@ -67,7 +74,8 @@ def write_tables(text: str) -> str:
     """The document with every table between its markers made anew."""
 
     def made(found: re.Match[str]) -> str:
-        return f"{found[1]}{markdown(TABLES[found[2]]())}\n{found[3]}"
+        table = TABLES[found[2]]
+        return f"{found[1]}{markdown(table.rows())}\n\n{table.made_by}\n{found[3]}"
 
     return _MARKED.sub(made, text)
 

@@ -27,7 +27,8 @@ from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
 from kunserve_lab.compare.experiment import Experiment
 from kunserve_lab.compare.experiment_file import read_experiment
-from kunserve_lab.compare.results import RunResult, by_load, load
+from kunserve_lab.compare.groups import by_load
+from kunserve_lab.compare.results import RunResult, load
 from kunserve_lab.compare.settings import SimulatedSetup, workload_of
 from kunserve_lab.compare.simulated.full_rate import full_capacity, with_full_rate
 from kunserve_lab.compare.simulated.projection import capacity, expect, outlook

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.paper.kept_results import RESULTS, signed
 from benchmarks.paper.sparse_models import NAMES, RIDGES, kept, p99_s
-from kunserve_lab.compare.results import AtLoad, RunResult, by_load, load
+from kunserve_lab.compare.groups import AtLoad, by_load
+from kunserve_lab.compare.results import RunResult, load
 
 Row = Sequence[str]
 SHOWN = ("recompute", "drop", "endless")

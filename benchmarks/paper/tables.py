@@ -1,14 +1,17 @@
 """The tables of docs/reproduction.md, each a function of the results in benchmarks/results."""
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.markdown import Row
-from benchmarks.paper import burst_map
+from benchmarks.paper import burst_map, real_tables
 from benchmarks.paper.claims import CLAIMS
 from benchmarks.paper.kept_results import (
     BOUNDS,
+    FIXED,
     HEAVY,
     LONGBENCH,
     RESULTS,
@@ -19,9 +22,11 @@ from benchmarks.paper.kept_results import (
     signed,
 )
 from benchmarks.paper.map_agreement import EXPERIMENTS, Compared, compared
+from benchmarks.paper.sparse_models import NAMES, RIDGES
 from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
 from benchmarks.paper.targets import targets
-from kunserve_lab.compare.results import by_load, load
+from kunserve_lab.compare.groups import by_load
+from kunserve_lab.compare.results import load
 from kunserve_lab.compare.simulated.projection import HELPS
 
 _RUN = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
@@ -84,6 +89,61 @@ def bounds() -> list[Row]:
     return rows
 
 
+SLO_FACTORS = (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0)
+
+
+def slo() -> list[Row]:
+    """Requests over the objective by its scale, at the load of claims: medians of the draws."""
+    rows: list[Row] = [("times the base", *(f"{factor:g}" for factor in SLO_FACTORS))]
+    for name, experiment in FIXED.items():
+        runs = runs_of(experiment)
+        for system in ("recompute-rr", "recompute", "drop", "endless"):
+            late = (runs.violations(system, runs.fixed, factor) for factor in SLO_FACTORS)
+            rows.append((f"{name}: `{system}`", *(f"{100 * share:.0f} %" for share in late)))
+    return rows
+
+
+PROMPTS = (1024, 2048, 4096, 8192, 16_384)
+
+
+def published_steps() -> list[Row]:
+    """By how much simulated steps differ from published ones."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for line in figures_of("published_steps"):
+        if line["name"] == "error":
+            settings = line["settings"]
+            found.setdefault((settings["source"], settings["of"]), {})[settings["step"]] = line[
+                "value"
+            ]
+    rows: list[Row] = [
+        ("simulated against published", *(f"prompt of {n}" for n in PROMPTS), "decode")
+    ]
+    for (source, of), errors in found.items():
+        steps = (*(f"prompt of {n}" for n in PROMPTS), "decode")
+        cells = (signed(errors[step]) if step in errors else "-" for step in steps)
+        rows.append((f"{source}: {of}", *cells))
+    return rows
+
+
+def sensitivity() -> list[Row]:
+    """The claims' ratios with step times a quarter slower and faster: three draws."""
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for line in figures_of("sensitivity"):
+        settings = line["settings"]
+        found.setdefault(settings["times"], {})[settings["of"], line["name"]] = line["value"]
+    names = tuple(dict.fromkeys(of for values in found.values() for of, _ in values))
+    columns = tuple((of, what) for of in names for what in ("P99 TTFT lower", "P50 TPOT"))
+    rows: list[Row] = [("step times", *(f"{of}: {what}" for of, what in columns))]
+    for times, values in found.items():
+        cells = []
+        for of, what in columns:
+            middle, least, most = (values[of, f"{what}{end}"] for end in ("", ", least", ", most"))
+            form = "{:.1f}x" if what == "P99 TTFT lower" else "{:+.0f} %"
+            cells.append(f"{form.format(middle)} ({least:.1f} to {most:.1f})")
+        rows.append((times, *cells))
+    return rows
+
+
 def memory_or_compute() -> list[Row]:
     """What full memory gives, and what each depth of dropping adds and costs."""
     found: dict[tuple[Any, ...], float] = {}
@@ -143,17 +203,52 @@ def prediction() -> list[Row]:
     return rows
 
 
-TABLES: dict[str, Callable[[], list[Row]]] = {
-    "claims": claims,
-    "longbench": longbench,
-    "memory-or-compute": memory_or_compute,
-    "agreement": agreement,
-    "burst-map": burst_map.table,
-    "heavy-weights": heavy_weights,
-    "bounds": bounds,
-    "prediction": prediction,
-    "sparse-instances": sparse_instances,
-    "sparse-models": sparse_bursts,
-    "sparse-ridge": sparse_ridge,
-    "targets": targets,
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of a document, and the results that it is made of."""
+
+    rows: Callable[[], list[Row]]
+    of: tuple[str, ...]
+    """Files of benchmarks/results without their ending, or folders with a ``results.jsonl``."""
+
+    @property
+    def made_by(self) -> str:
+        """Which code those are of: the rooms' digest, or the commit where none was kept."""
+        found: dict[str, None] = {}
+        for name in self.of:
+            path = RESULTS / name
+            path = path / "results.jsonl" if path.is_dir() else path.with_suffix(".jsonl")
+            for line in map(json.loads, path.read_text().splitlines()):
+                made = line.get("environment", line)
+                found[made.get("code") or made["commit"]] = None
+        return f"Code: {', '.join(sorted(found))}."
+
+
+def _simulated(*names: str) -> tuple[str, ...]:
+    return tuple(f"simulated/{name}" for name in names)
+
+
+_CLAIMS = _simulated(
+    *FIXED.values(), "ablation", "restoration_burstgpt", "pp_degree_burstgpt", "extreme_burst"
+)
+TABLES: dict[str, Table] = {
+    "claims": Table(claims, (*_CLAIMS, "cost_model")),
+    "slo": Table(slo, _simulated(*FIXED.values())),
+    "longbench": Table(longbench, _simulated(LONGBENCH)),
+    "memory-or-compute": Table(memory_or_compute, ("memory_or_compute",)),
+    "agreement": Table(agreement, (*_simulated(*EXPERIMENTS), "map_agreement")),
+    "burst-map": Table(burst_map.table, ("burst_map",)),
+    "heavy-weights": Table(heavy_weights, _simulated(HEAVY)),
+    "bounds": Table(bounds, _simulated(BOUNDS)),
+    "prediction": Table(prediction, ("prediction",)),
+    "sparse-instances": Table(sparse_instances, ("sparse_models",)),
+    "sparse-models": Table(sparse_bursts, _simulated(*NAMES)),
+    "sparse-ridge": Table(sparse_ridge, _simulated(*RIDGES)),
+    "targets": Table(targets, ("targets",)),
+    "published-steps": Table(published_steps, ("published_steps",)),
+    "sensitivity": Table(sensitivity, ("sensitivity",)),
+    "one-result": Table(real_tables.one_result, (real_tables.ROUNDS,)),
+    "real-rounds": Table(real_tables.rounds, (real_tables.ROUNDS,)),
+    "real-rivals": Table(real_tables.rivals, (real_tables.RIVALS,)),
+    "real-above": Table(real_tables.above, (real_tables.ABOVE,)),
 }

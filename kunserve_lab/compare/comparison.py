@@ -7,11 +7,12 @@ from pathlib import Path
 from kunserve_lab.bench.environment import SIMULATED, by_code, version
 from kunserve_lab.compare import real
 from kunserve_lab.compare.experiment import Experiment, Place, World, check_experiment, plan
+from kunserve_lab.compare.groups import by_load
 from kunserve_lab.compare.others import as_called
 from kunserve_lab.compare.output.files import OutputFolder
 from kunserve_lab.compare.output.table import as_text, load_text, windows
 from kunserve_lab.compare.output.verdict import verdict
-from kunserve_lab.compare.results import Outcome, RunResult, by_load
+from kunserve_lab.compare.results import Outcome, RunResult
 from kunserve_lab.compare.settings import RealSetup, digest_of, workload_of
 from kunserve_lab.compare.simulated.full_rate import with_full_rate
 from kunserve_lab.compare.simulated.jobs import Job
@@ -132,7 +133,7 @@ class _Comparison:
             if load in self._told or any(place not in self._results for place in places):
                 continue
             self._told.add(load)
-            (group,) = by_load([self._results[place] for place in places])
+            (group,) = (g for g in by_load(list(self._results.values())) if g.load == load)
             self._say("\n" + load_text(group))
             if self._folder is not None:
                 self._folder.draw(group)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,9 @@ class RunResult:
     """How late the client sent the latest percent of the requests."""
     load_average: tuple[float, float] | None = None
     """Of the machine over a minute, at the run's start and end."""
+    left_out: tuple[int, ...] = ()
+    """Completed requests, by number, that are in no percentile: another system failed them
+    (``groups.on_equal_requests``)."""
     cautions: tuple[str, ...] = ()
     """What a careful reader of the numbers must know."""
     environment: dict[str, object] = dataclasses.field(default_factory=dict)
@@ -105,14 +108,20 @@ class RunResult:
 
     def percentile_s(self, latency: str, percentile: float) -> float:
         """One of `PERCENTILES` of ``ttft`` or ``tpot``."""
-        value = getattr(self, f"{latency}_p{f'{percentile:g}'.replace('.', '')}_s")
+        value = getattr(self, percentile_field(latency, percentile))
         assert isinstance(value, float), (latency, percentile, value)
         return value
 
     def slowest_s(self, latency: str) -> float | None:
-        """The largest ``ttft`` or ``tpot`` of a completed request; None if it was not kept."""
-        values = [v for v in getattr(self, f"{latency}_ms") if v is not None]
-        return max(values) / 1e3 if values else None
+        """The largest ``ttft`` or ``tpot`` of those that percentiles are over; None if not kept."""
+        values = getattr(self, f"{latency}_ms")
+        kept = [v for at, v in enumerate(values) if v is not None and at not in self.left_out]
+        return max(kept) / 1e3 if kept else None
+
+
+def percentile_field(latency: str, percentile: float) -> str:
+    """The field that has one of `PERCENTILES` of ``ttft`` or ``tpot``: ``ttft_p999_s``."""
+    return f"{latency}_p{f'{percentile:g}'.replace('.', '')}_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +139,7 @@ def result_of(
 ) -> RunResult:
     """The line of a run; ``more`` are the fields that depend on the world."""
     latencies = {
-        f"{name}_p{f'{percentile:g}'.replace('.', '')}_s": round(
+        percentile_field(name, percentile): round(
             getattr(metrics, name).percentile_s(percentile), 5
         )
         for name in ("ttft", "tpot")
@@ -246,32 +255,3 @@ def _whole_ms(seconds: float | None) -> int | None:
 
 def _tenth_ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class AtLoad:
-    """The runs of one load, by system."""
-
-    load: float
-    by_system: dict[str, tuple[RunResult, ...]]
-
-    @property
-    def runs(self) -> tuple[RunResult, ...]:
-        """All of them."""
-        return tuple(run for runs in self.by_system.values() for run in runs)
-
-    @property
-    def num_each(self) -> int:
-        """Runs of the system that has most."""
-        return max(len(runs) for runs in self.by_system.values())
-
-
-def by_load(results: Sequence[RunResult]) -> list[AtLoad]:
-    """One group per load, in the order in which loads and systems first appear."""
-    groups: dict[float, dict[str, list[RunResult]]] = {}
-    for result in results:
-        groups.setdefault(result.load, {}).setdefault(result.system, []).append(result)
-    return [
-        AtLoad(at, {name: tuple(runs) for name, runs in systems.items()})
-        for at, systems in groups.items()
-    ]

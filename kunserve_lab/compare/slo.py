@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kunserve_lab.compare.results import AtLoad, RunResult
+from kunserve_lab.compare.groups import AtLoad, BySystem
+from kunserve_lab.compare.results import RunResult
 from kunserve_lab.compare.systems import is_baseline
 
 FACTOR = 5.0
@@ -13,31 +14,36 @@ FACTOR = 5.0
 FACTORS = tuple(float(factor) for factor in range(1, 11))
 
 
+BOUND = "endless"
+"""The system whose latencies are the base where it ran: nobody waits for memory there."""
+
+
 @dataclass(frozen=True, slots=True)
 class SloBase:
-    """The latencies that objectives are multiples of: the least P50 among some systems."""
+    """The latencies that objectives are multiples of: a P50 of some system, at some load."""
 
     ttft_s: float
     tpot_s: float
     ttft_of: str
     """The system whose P50 TTFT it is."""
     tpot_of: str
+    load: float
+
+
+def one_base(group: AtLoad) -> SloBase:
+    """The same for all loads and systems: the P50 of ``endless`` at the lowest load.
+
+    Without that system, the best of all there. A base that grows with the load would call ever
+    later answers good.
+    """
+    runs = group.lowest.get(BOUND)
+    return _least(group.lowest if runs is None else {BOUND: runs})
 
 
 def paper_base(group: AtLoad) -> SloBase:
-    """The best baseline's P50, as in the paper. Without a baseline, the best of all."""
+    """The best baseline's P50 at the group's own load, as in the paper; else the best of all."""
     baselines = {n: runs for n, runs in group.by_system.items() if is_baseline(n)}
     return _least(baselines or group.by_system)
-
-
-def strict_base(group: AtLoad) -> SloBase:
-    """The best P50 of all systems, those that drop included."""
-    return _least(group.by_system)
-
-
-def has_baseline(group: AtLoad) -> bool:
-    """Whether a system is there that does not drop."""
-    return any(map(is_baseline, group.by_system))
 
 
 def violations(result: RunResult, base: SloBase, factor: float) -> tuple[float, float] | None:
@@ -54,12 +60,13 @@ def violations(result: RunResult, base: SloBase, factor: float) -> tuple[float, 
     return float((late | slow).mean()), float(late.mean())
 
 
-def _least(among: dict[str, tuple[RunResult, ...]]) -> SloBase:
+def _least(among: BySystem) -> SloBase:
     systems = {n: runs for n, runs in among.items() if any(r.num_completed for r in runs)} or among
     ttft = {name: _median_p50_s(runs, "ttft") for name, runs in systems.items()}
     tpot = {name: _median_p50_s(runs, "tpot") for name, runs in systems.items()}
     ttft_of, tpot_of = min(ttft, key=ttft.__getitem__), min(tpot, key=tpot.__getitem__)
-    return SloBase(ttft[ttft_of], tpot[tpot_of], ttft_of, tpot_of)
+    (at, *_) = (run.load for runs in systems.values() for run in runs)
+    return SloBase(ttft[ttft_of], tpot[tpot_of], ttft_of, tpot_of, at)
 
 
 def _median_p50_s(runs: tuple[RunResult, ...], latency: str) -> float:

@@ -72,6 +72,13 @@ SYSTEMS = {
             dispatch="round-robin",
         ),
         System(
+            "recompute-least",
+            OverloadConfig(policy="recompute"),
+            "recompute, and each request goes to the least loaded replica at once, as vLLM's own "
+            "balancer and most routers have it",
+            dispatch="least-load",
+        ),
+        System(
             "endless",
             OverloadConfig(policy="recompute"),
             "recompute in five times the memory, which never fills: the bound",

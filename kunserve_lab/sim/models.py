@@ -98,7 +98,7 @@ def from_spec(spec: ModelSpec, default_num_gpus: int = 1) -> SimModel:
     )
 
 
-def _dense(
+def dense(
     name: str,
     layers: int,
     hidden: int,
@@ -113,6 +113,7 @@ def _dense(
     window: int | None = None,
     period: int = 1,
 ) -> SimModel:
+    """One by its shape; ``heads`` are query heads, KV heads, and the width of each."""
     spec = ModelSpec(
         name=name,
         architecture="",
@@ -233,27 +234,27 @@ def _deepseek_v3() -> SimModel:
     )
 
 
-_QWEN_14B = _dense("Qwen/Qwen2.5-14B", 48, 5120, 13_824, (40, 8, 128), 152_064, 32_768, bias=True)
+_QWEN_14B = dense("Qwen/Qwen2.5-14B", 48, 5120, 13_824, (40, 8, 128), 152_064, 32_768, bias=True)
 MODELS = {
     model.name: model
     for model in (
-        _dense("smollm2-135m", 30, 576, 1536, (9, 3, 64), 49_152, 8192, tied=True),
-        _dense("Qwen/Qwen2.5-7B", 28, 3584, 18_944, (28, 4, 128), 152_064, 32_768, bias=True),
+        dense("smollm2-135m", 30, 576, 1536, (9, 3, 64), 49_152, 8192, tied=True),
+        dense("Qwen/Qwen2.5-7B", 28, 3584, 18_944, (28, 4, 128), 152_064, 32_768, bias=True),
         _QWEN_14B,
         _quantised(_QWEN_14B, "Q8_0", 8.5),
         _quantised(_QWEN_14B, "Q4_K", 4.625),
-        _dense(
+        dense(
             "Qwen/Qwen2.5-72B", 80, 8192, 29_568, (64, 8, 128), 152_064, 32_768, gpus=4, bias=True
         ),
-        _dense("meta-llama/Llama-3.1-8B", 32, 4096, 14_336, (32, 8, 128), 128_256, 131_072),
-        _dense(
+        dense("meta-llama/Llama-3.1-8B", 32, 4096, 14_336, (32, 8, 128), 128_256, 131_072),
+        dense(
             "meta-llama/Llama-3.1-70B", 80, 8192, 28_672, (64, 8, 128), 128_256, 131_072, gpus=4
         ),
-        _dense(
+        dense(
             "meta-llama/Llama-3.1-405B", 126, 16_384, 53_248, (128, 8, 128), 128_256, 131_072,
             gpus=16,
         ),
-        _dense(
+        dense(
             "google/gemma-3-27b-it", 62, 5376, 21_504, (32, 16, 128), 262_208, 131_072, tied=True,
             window=1024, period=6,
         ),

@@ -102,12 +102,7 @@ def build_workload(recipe: Recipe) -> Workload:
         drawn = _lengths(recipe, recipe.lengths_path, len(workload))
         workload = transform.with_lengths(workload, drawn)
     elif recipe.max_total_tokens is not None and recipe.dataset is Dataset.BURSTY:
-        clipped = lens.clip_total(workload.lengths, recipe.max_total_tokens)
-        if len(clipped) < len(workload):
-            raise ConfigError(
-                f"max_total_tokens {recipe.max_total_tokens}: an output alone is as long"
-            )
-        workload = transform.with_lengths(workload, clipped)
+        workload = transform.with_lengths(workload, _capped(workload.lengths, recipe))
     elif recipe.max_total_tokens is not None and recipe.dataset is not Dataset.LENGTHS:
         raise ConfigError(
             "max_total_tokens applies to the bursty window and to lengths of a file (lengths_path)"
@@ -196,13 +191,21 @@ def _drawn(recipe: Recipe) -> Workload:
 def _lengths(recipe: Recipe, path: Path, count: int) -> Lengths:
     """So many pairs of the file or data set."""
     if str(path) == BURSTGPT_LIKE:
-        if recipe.max_total_tokens is not None:
-            raise ConfigError(f"max_total_tokens does not apply to {BURSTGPT_LIKE} lengths")
-        return lens.burstgpt_lengths(count, recipe.seed)
+        return _capped(lens.burstgpt_lengths(count, recipe.seed), recipe)
     pool = traces.read_lengths(locate(path))
     if recipe.max_total_tokens is not None:
         pool = lens.clip_total(pool, recipe.max_total_tokens)
     return lens.sample_lengths(pool, count, recipe.seed)
+
+
+def _capped(drawn: Lengths, recipe: Recipe) -> Lengths:
+    """Drawn lengths up to the recipe's bound, all of them."""
+    if recipe.max_total_tokens is None:
+        return drawn
+    capped = lens.clip_total(drawn, recipe.max_total_tokens)
+    if len(capped) < len(drawn):
+        raise ConfigError(f"max_total_tokens {recipe.max_total_tokens}: an output alone is as long")
+    return capped
 
 
 def _refuse_what_does_not_apply(recipe: Recipe) -> None:

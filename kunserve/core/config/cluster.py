@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from kunserve.core.config.flag import Flag
 from kunserve.core.errors import ConfigError
 
-DispatchPolicy: TypeAlias = Literal["soonest", "round-robin"]
+DispatchPolicy: TypeAlias = Literal["soonest", "least-load", "round-robin"]
 MAX_INSTANCES = 128
 """Of one controller, which looks at every group for every request."""
 _cluster = partial(Flag, "Instances")
@@ -41,8 +41,9 @@ class ClusterConfig:
     """With --cluster ray: Ray's autoscaler adds nodes. Instances for which there is no room are
     asked of it, and wait up to --start-timeout; else they are refused."""
     dispatch_policy: Annotated[DispatchPolicy, _cluster()] = "soonest"
-    """soonest: requests wait in one queue for the instance that starts them first; round-robin:
-    each goes to the next instance in turn, as behind a plain balancer."""
+    """soonest: requests wait in one queue for the instance that starts them first; least-load: each
+    goes to the instance with the least load when it comes, and waits there; round-robin: to the
+    next in turn, as behind a plain balancer."""
     prefix_aware_dispatch: Annotated[bool, _cluster()] = True
     """With prefix caching and soonest: requests go where the KV of their beginning lies, unless
     that instance has much more to do than another."""

@@ -7,9 +7,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kunserve_lab.compare.groups import AtLoad
 from kunserve_lab.compare.output.table import Pick, cell, tail
-from kunserve_lab.compare.results import AtLoad, RunResult
-from kunserve_lab.compare.slo import FACTOR, FACTORS, SloBase, paper_base, violations
+from kunserve_lab.compare.results import RunResult
+from kunserve_lab.compare.slo import FACTOR, FACTORS, SloBase, one_base, violations
 
 matplotlib.use("Agg")
 
@@ -20,7 +21,7 @@ def plot_violations(group: AtLoad, path: Path) -> None:
     """SLO violations over the scale factor, a line per system: the median over its runs."""
     figure = Figure(figsize=(5.2, 3.2), layout="constrained", dpi=130)
     axis = figure.subplots()
-    base = paper_base(group)
+    base = one_base(group)
     for place, (name, runs) in enumerate(group.by_system.items()):
         shares = [cell(runs, _violating(base, factor)) for factor in FACTORS]
         axis.plot(
@@ -31,7 +32,7 @@ def plot_violations(group: AtLoad, path: Path) -> None:
             label=name,
         )
     axis.set_xlabel(
-        f"SLO scale (times P50: TTFT of {base.ttft_of}, TPOT of {base.tpot_of})", fontsize=8
+        f"SLO scale (times the P50 of {base.ttft_of} at load {base.load:g})", fontsize=8
     )
     axis.set_ylabel("requests that miss TTFT or TPOT (%)")
     axis.set_ylim(bottom=0)
@@ -90,7 +91,7 @@ def _draw_curves(
 
 
 def _slo_percent(group: AtLoad) -> Pick:
-    violating = _violating(paper_base(group), FACTOR)
+    violating = _violating(one_base(group), FACTOR)
 
     def pick(result: RunResult) -> float | None:
         share = violating(result)

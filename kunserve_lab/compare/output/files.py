@@ -8,15 +8,14 @@ from kunserve.core.errors import ConfigError
 from kunserve_lab.bench.output.plot import plot_comparison
 from kunserve_lab.bench.runfile import Run, read_run, write_run
 from kunserve_lab.compare.experiment import Experiment, Place, World
+from kunserve_lab.compare.groups import AtLoad, by_load
 from kunserve_lab.compare.output.figures import plot_loads, plot_violations
 from kunserve_lab.compare.output.report_page import write_report
 from kunserve_lab.compare.output.table import notes, rows, table, windows
 from kunserve_lab.compare.results import (
-    AtLoad,
     Outcome,
     RunResult,
     append,
-    by_load,
     load,
     mend,
     save,

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from kunserve_lab.compare.experiment import Experiment, World
+from kunserve_lab.compare.groups import AtLoad
 from kunserve_lab.compare.output.table import CLEARLY, Pick, cell, tail, tail_gain
-from kunserve_lab.compare.results import FULL, AtLoad, RunResult
+from kunserve_lab.compare.results import FULL, RunResult
 from kunserve_lab.compare.slo import FACTOR
 
 HELPS = 1.5

@@ -1,5 +1,6 @@
 """Results of comparisons, made by hand."""
 
+from math import isnan
 from typing import Any
 
 from kunserve_lab.bench.metrics import compute_metrics
@@ -29,8 +30,11 @@ def record(number: int, ttft_s: float, tpot_s: float = 0.02, error: str | None =
 
 
 def run_of(system: str, ttft_s: list[float], kv_usage: float = 0.5, tpot_s: float = 0.02) -> Run:
-    """A run with these times to first token."""
-    records = tuple(record(number, one, tpot_s) for number, one in enumerate(ttft_s))
+    """A run with these times to first token; a request with NaN failed."""
+    records = tuple(
+        record(number, 1.0, tpot_s, "refused") if isnan(one) else record(number, one, tpot_s)
+        for number, one in enumerate(ttft_s)
+    )
     samples = (ServerSample(0.0, kv_usage=0.1), ServerSample(1.0, kv_usage=kv_usage))
     return Run(system, "told", max(r.finish_s for r in records), records, samples)
 

@@ -6,8 +6,9 @@ import pytest
 
 from kunserve.core.errors import ConfigError
 from kunserve_lab.compare.experiment import Place, World
+from kunserve_lab.compare.groups import by_load
 from kunserve_lab.compare.output.table import table
-from kunserve_lab.compare.results import append, by_load, load, mend, save
+from kunserve_lab.compare.results import append, load, mend, save
 from tests.lab.bench.comparisons import result
 
 ROOT = Path(__file__).parent.parent.parent.parent

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from kunserve_lab.compare.experiment import Experiment, World
+from kunserve_lab.compare.groups import AtLoad, by_load
 from kunserve_lab.compare.output.table import load_text, rows, table
 from kunserve_lab.compare.output.verdict import verdict
-from kunserve_lab.compare.results import AtLoad, RunResult, by_load
-from kunserve_lab.compare.slo import paper_base, strict_base, violations
+from kunserve_lab.compare.results import RunResult
+from kunserve_lab.compare.slo import one_base, paper_base, violations
 from tests.lab.bench.comparisons import result
 
 EVEN = [0.1] * 200
@@ -67,22 +68,64 @@ def test_what_a_real_run_was_measured_under_is_told() -> None:
     assert "One run of each system" not in load_text(at(result("drop", EVEN)))
 
 
-def test_the_base_is_the_best_baselines() -> None:
+def test_the_papers_base_is_the_best_baselines() -> None:
     group = at(
         result("recompute", [0.4] * 200, tpot_s=0.02),
         result("static-pp", [0.3] * 200, tpot_s=0.04),
         result("drop", [0.1] * 200, tpot_s=0.03),
     )
-    paper, strict = paper_base(group), strict_base(group)
+    paper, one = paper_base(group), one_base(group)
     assert (paper.ttft_s, paper.ttft_of) == (0.3, "static-pp")
     assert (paper.tpot_s, paper.tpot_of) == (0.02, "recompute")
-    assert (strict.ttft_s, strict.ttft_of) == (0.1, "drop")
+    assert (one.ttft_s, one.ttft_of) == (0.1, "drop")
     text = load_text(group)
-    assert "SLO base: the best baseline's P50, TTFT 300 ms (static-pp) and TPOT 20 ms" in text
-    assert "stricter, 5x the best of all" in text
+    assert "P50 at this load: TTFT 300 ms (static-pp) and TPOT 20 ms" in text
+    assert "  5x the paper's base" in text
     alone = at(result("drop", EVEN))
-    assert paper_base(alone) == strict_base(alone)
-    assert "the best system's (no baseline) P50" in load_text(alone)
+    assert paper_base(alone) == one_base(alone)
+    assert "The paper's base" not in load_text(alone)
+
+
+def test_all_loads_have_one_objective() -> None:
+    """With a base that grows with the load, the same answer is late at one, and good at another."""
+    calm, busy = (
+        [
+            result("recompute", [ttft_s] * 200, load=load),
+            result("endless", [ttft_s / 4] * 200, load=load),
+        ]
+        for load, ttft_s in ((0.5, 0.8), (1.0, 8.0))
+    )
+    bases = [one_base(group) for group in by_load(busy + calm)]
+    assert bases[0] == bases[1]
+    assert (bases[0].ttft_s, bases[0].ttft_of, bases[0].load) == (0.2, "endless", 0.5)
+    without = [run for run in busy + calm if run.system != "endless"]
+    assert {one_base(group).ttft_s for group in by_load(without)} == {0.8}
+
+
+def test_percentiles_are_over_the_requests_that_all_completed() -> None:
+    """Endless memory is not slower for the long prompts that others refuse."""
+    nan = float("nan")
+    group = at(
+        result("recompute", [0.1] * 120 + [nan, nan]),
+        result("endless", [0.1] * 120 + [8.0, 9.0]),
+    )
+    assert line(group, "TTFT P99 (ms)") == ("lower", "100", "100")
+    assert line(group, "completed") == ("higher", "120", "122")
+    assert "Left out: 2 of endless" in load_text(group)
+    few = at(result("recompute", [0.1] * 50 + [nan]), result("endless", [0.1] * 51))
+    assert line(few, "TTFT slowest (ms)") == ("lower", "100", "100")
+
+
+def test_only_draws_of_equal_requests_are_held_beside_each_other() -> None:
+    nan = float("nan")
+    refused, served = result("recompute", [0.1, nan] * 100), result("endless", EVEN, seed=1)
+    dead = result("vllm", [nan] * 200)
+    whole = result("endless", EVEN)
+    group = at(refused, served, dead, whole)
+    left_out = {(run.system, run.seed): len(run.left_out) for run in group.runs}
+    assert left_out == {
+        ("recompute", 0): 0, ("endless", 1): 0, ("vllm", 0): 0, ("endless", 0): 100,
+    }  # fmt: skip
 
 
 def test_violations_count_failed_requests_and_either_objective() -> None:

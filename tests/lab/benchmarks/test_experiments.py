@@ -8,9 +8,10 @@ import pytest
 
 from benchmarks.__main__ import FOLDER
 from benchmarks.paper import tables
-from benchmarks.paper.kept_results import RESULTS, Runs
+from benchmarks.paper.kept_results import FIXED, RESULTS, Runs, runs_of
 from benchmarks.paper.reproduction import DOCUMENTS, experiments, kept, write_tables
 from benchmarks.paper.tables import TABLES
+from kunserve_lab.compare.comparison import Options, compare
 from kunserve_lab.compare.experiment import check_experiment
 from kunserve_lab.compare.experiment_file import read_experiment
 from kunserve_lab.compare.results import load
@@ -47,6 +48,23 @@ def test_the_documents_have_the_tables_that_the_committed_results_give() -> None
     assert sorted(shown) == sorted(TABLES)
     for text in texts:
         assert write_tables(text) == text, "run `python -m benchmarks.paper.reproduction --tables`"
+
+
+def test_what_the_claims_rest_on_is_what_todays_code_gives() -> None:
+    """Where this fails the simulator's answers have changed, and the claims are of another code.
+
+    Then run the experiments that ``claims`` names (`python -m benchmarks.paper.reproduction NAME`).
+    """
+    name = FIXED["LongBench"]
+    at, seed = runs_of(name).fixed, 0
+    experiment = replace(
+        read_experiment(experiments()[name]), systems=("drop",), loads=(at,), seeds=(seed,)
+    )
+    (now,) = compare(experiment, None, Options(num_jobs=1), say=lambda line: None)
+    then = runs_of(name).draws("drop", at)[seed]
+    for field in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "output_throughput"):
+        assert getattr(now, field) == pytest.approx(getattr(then, field), rel=1e-3), field
+    assert (now.num_drops, now.num_restores) == (then.num_drops, then.num_restores)
 
 
 def test_what_is_committed_of_a_run_can_be_read_again(tmp_path: Path) -> None:

@@ -80,8 +80,12 @@ def test_a_workload_is_made_of_names() -> None:
         replace(recipe, lengths_path=Path(BURSTGPT_LIKE), max_total_tokens=None)
     )
     assert "fit to BurstGPT" in fitted.provenance
-    with pytest.raises(ConfigError, match="does not apply to burstgpt-like"):
-        build_workload(replace(recipe, lengths_path=Path(BURSTGPT_LIKE)))
+    assert recipe.max_total_tokens is not None
+    capped = build_workload(replace(recipe, lengths_path=Path(BURSTGPT_LIKE)))
+    assert max(map(sum, zip(*capped.lengths[:2], strict=True))) <= recipe.max_total_tokens
+    few = replace(recipe, lengths_path=Path(BURSTGPT_LIKE), max_total_tokens=300)
+    with pytest.raises(ConfigError, match="300: an output alone is as long"):
+        build_workload(few)
 
 
 def test_a_path_stays_a_path_and_a_wrong_name_is_told(tmp_path: Path) -> None:

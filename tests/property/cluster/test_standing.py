@@ -5,7 +5,7 @@ answers and their absence are drawn. Each command, and each change of a group's 
 against the table.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ from kunserve.control.cluster.commands import ControlCommand, Send
 from kunserve.control.cluster.placement import Group
 from kunserve.control.cluster.requests.quarantine import Blame, Cause
 from kunserve.control.cluster.standing import Act, Standing
-from kunserve.core.config import ClusterConfig
+from kunserve.core.config import ClusterConfig, DispatchPolicy
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.messages import (
     Alive,
@@ -250,13 +250,13 @@ def play(brain: Watched, events: list[tuple[str, int, int]]) -> None:
         brain.pass_time(0.0)
 
 
-def brain_of(policy: str, num_stages: int, in_turn: bool) -> Watched:
+def brain_of(policy: str, num_stages: int, dispatch: DispatchPolicy) -> Watched:
     cluster = ClusterConfig(
         num_instances=4,
         min_instances=1 if num_stages == 1 else None,
         max_instances=MOST if num_stages == 1 else None,
         pipeline_stages=num_stages,
-        dispatch_policy="round-robin" if in_turn else "soonest",
+        dispatch_policy=dispatch,
     )
     brain = Watched(num_stages == 1, cluster, policy=policy if num_stages == 1 else "recompute")
     for number in range(4):
@@ -268,10 +268,10 @@ def brain_of(policy: str, num_stages: int, in_turn: bool) -> Watched:
 @given(
     policy=st.sampled_from(["drop", "drop", "migrate", "recompute"]),
     num_stages=st.sampled_from([1, 1, 1, 2]),
-    in_turn=st.booleans(),
+    dispatch=st.sampled_from(get_args(DispatchPolicy)),
     events=_events,
 )
 def test_everybody_obeys_the_table(
-    policy: str, num_stages: int, in_turn: bool, events: list[tuple[str, int, int]]
+    policy: str, num_stages: int, dispatch: DispatchPolicy, events: list[tuple[str, int, int]]
 ) -> None:
-    play(brain_of(policy, num_stages, in_turn), events)
+    play(brain_of(policy, num_stages, dispatch), events)

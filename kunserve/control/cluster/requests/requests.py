@@ -56,10 +56,10 @@ class Requests:
         """Times that a request began anew after a death."""
         self.backlog = Backlog(blocks)
         self._ahead = SentAhead(step_tokens)
-        in_turn = dispatch_policy == "round-robin"
-        self._groups = OpenGroups(placement, self._ahead, are_all_roomy=in_turn)
+        at_once, in_turn = dispatch_policy != "soonest", dispatch_policy == "round-robin"
+        self._groups = OpenGroups(placement, self._ahead, are_all_roomy=at_once)
         self._choose_group = RoundRobin().choose if in_turn else choose_group
-        knows_prefixes = knows_prefixes and not in_turn
+        knows_prefixes = knows_prefixes and not at_once
         self._prefixes = Prefixes(placement, self._ahead, blocks.block_size, knows_prefixes)
         self._placed_version = -1
         self._live: dict[RequestId, Live] = {}

@@ -35,6 +35,17 @@ def test_a_leader_is_sent_a_few_steps_and_the_rest_waits_in_order() -> None:
     assert submitted(brain) == []
 
 
+def test_whoever_is_bound_on_arrival_waits_at_the_least_loaded() -> None:
+    """As behind a balancer that knows loads: nothing is held back for whoever has room first."""
+    cluster = ClusterConfig(num_instances=2, dispatch_policy="least-load")
+    brain = Brain(2, policy="recompute", cluster=cluster)
+    requests = [brain.request(TOKENS) for _ in range(2 * AHEAD + 10)]
+    sent = submitted(brain)
+    assert [request_id for _, request_id in sent] == requests
+    assert [leader for leader, _ in sent].count(0) == len(requests) // 2
+    assert brain.controller.state(brain.now_s).num_unplaced == 0
+
+
 def test_a_second_token_makes_no_more_room() -> None:
     brain, requests = full(1)
     brain.output(0, requests[0])

@@ -1,0 +1,119 @@
+"""The tables of real runs: of README and docs/results.md, from benchmarks/results/overload-*."""
+
+import functools
+
+from benchmarks.markdown import Row
+from benchmarks.paper.kept_results import RESULTS
+from kunserve_lab.compare.groups import AtLoad, by_load
+from kunserve_lab.compare.output.table import Cell, Pick, cell
+from kunserve_lab.compare.results import RunResult, load
+from kunserve_lab.compare.slo import FACTOR, one_base, violations
+
+ROUNDS, RIVALS, ABOVE = (f"overload-{name}" for name in ("rounds", "every-rival", "above-park"))
+LATE = "over the objective"
+THREE = ("recompute", "drop", "endless")
+
+
+@functools.cache
+def _groups(folder: str) -> dict[float, AtLoad]:
+    return {group.load: group for group in by_load(load(RESULTS / folder))}
+
+
+def _seconds(field: str) -> Pick:
+    def pick(run: RunResult) -> float | None:
+        value: float | None = getattr(run, field)
+        return value
+
+    return pick
+
+
+def _ms(field: str) -> Pick:
+    seconds = _seconds(field)
+    return lambda run: 1e3 * (seconds(run) or 0.0)
+
+
+def _late(group: AtLoad) -> Pick:
+    base = one_base(group)
+
+    def pick(run: RunResult) -> float | None:
+        found = violations(run, base, FACTOR)
+        return None if found is None else found[0]
+
+    return pick
+
+
+def _figures(group: AtLoad) -> dict[str, tuple[Pick, str]]:
+    """What is told of a run, by the row's name: how it is read and how it is written."""
+    return {
+        "P50 TTFT (s)": (_seconds("ttft_p50_s"), ".2f"),
+        "P90 TTFT (s)": (_seconds("ttft_p90_s"), ".1f"),
+        "P99 TTFT (s)": (_seconds("ttft_p99_s"), ".1f"),
+        "P50 TPOT (ms)": (_ms("tpot_p50_s"), ".0f"),
+        "P90 TPOT (ms)": (_ms("tpot_p90_s"), ".0f"),
+        "longest pause (s)": (_seconds("longest_pause_s"), ".1f"),
+        LATE: (_late(group), ".0%"),
+        "output tokens/s": (lambda run: run.output_throughput, ".0f"),
+    }
+
+
+def _rate(group: AtLoad) -> str:
+    run = group.runs[0]
+    return f"{run.num_requests / 200:.2f} req/s"  # over the window of 200 s
+
+
+def _cell(group: AtLoad, system: str, name: str) -> Cell | None:
+    return cell(group.by_system[system], _figures(group)[name][0])
+
+
+def one_result() -> list[Row]:
+    """README's: two loads beside each other, medians."""
+    groups = [_groups(ROUNDS)[at] for at in (0.06, 0.075)]
+    head = (f"`{system}`, {_rate(group)}" for group in groups for system in THREE)
+    rows: list[Row] = [("", *head)]
+    for name in ("P50 TTFT (s)", "P99 TTFT (s)", "P50 TPOT (ms)", "P90 TPOT (ms)",
+                 "longest pause (s)", LATE):  # fmt: skip
+        cells = (_one(group, system, name) for group in groups for system in THREE)
+        rows.append((name, *cells))
+    return rows
+
+
+def rounds() -> list[Row]:
+    """Two loads below each other, with ranges."""
+    rows: list[Row] = []
+    for group in (_groups(ROUNDS)[at] for at in (0.06, 0.075)):
+        rows.append((f"{_rate(group)}", *(f"`{system}`" for system in THREE)))
+        for name, (_, form) in _figures(group).items():
+            found = (_cell(group, system, name) for system in THREE)
+            rows.append((name, *("-" if c is None else _spaced(c.shown(form)) for c in found)))
+    return rows
+
+
+def rivals() -> list[Row]:
+    """Every rival at one load: a row each."""
+    group = _groups(RIVALS)[0.06]
+    names = list(_figures(group))
+    rows: list[Row] = [("one run of each", *names)]
+    for system in group.by_system:
+        rows.append((f"`{system}`", *(_one(group, system, name) for name in names)))
+    return rows
+
+
+def above() -> list[Row]:
+    """Loads that do not fit after the drop, with parking behind it."""
+    groups = [_groups(ABOVE)[at] for at in (0.095, 0.125)]
+    names = list(_figures(groups[0]))
+    rows: list[Row] = [("one run of each", *names)]
+    for group in groups:
+        for system in ("recompute", "drop", "drop-park", "endless"):
+            cells = (_one(group, system, name) for name in names)
+            rows.append((f"`{system}`, {_rate(group)}", *cells))
+    return rows
+
+
+def _one(group: AtLoad, system: str, name: str) -> str:
+    found = _cell(group, system, name)
+    return "-" if found is None else _spaced(format(found.median, _figures(group)[name][1]))
+
+
+def _spaced(text: str) -> str:
+    return text.replace("%", " %")
