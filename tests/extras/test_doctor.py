@@ -13,7 +13,7 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.engine.cpu.kernels import levels
 from kunserve.engine.memory import address_space
-from kunserve.engine.ranks.nodes import numa_nodes
+from kunserve.engine.nodes import numa_nodes
 from kunserve_extras import doctor
 from tests.fakecuda.library import build
 

@@ -19,13 +19,13 @@ from kunserve.engine.backend import CpuBackend, weights_in
 from kunserve.engine.body import EngineBody
 from kunserve.engine.layer_weights import LayerWeights
 from kunserve.engine.memory.weights_file import SharedWeights
-from kunserve.engine.ranks.backend import RankedBackend
 from kunserve.engine.weights.readers import SafetensorsReader
 from kunserve.model.source import resolve_model
+from kunserve_extras.ranks.backend import RankedBackend
 from tests.direct_engine import DirectEngine
+from tests.extras.ranks.forked_ranks import fork_member
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import save_with_answers, tiny_model
-from tests.unit.engine.ranks.forked_ranks import fork_member
 
 NUM_LAYERS, NUM_TOKENS = 4, 8
 WHOLE = LayerRange(0, NUM_LAYERS)
