@@ -29,7 +29,8 @@ from kunserve.core.cost import DENSE, CostSample, ExpertChoice
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
 from kunserve.model.profile import Profile, read_profile
-from kunserve.policy.batch.cost import (
+from kunserve_lab.profile.cost_fit import fit, held_out_errors, predict, predict_held_out, sized
+from kunserve_lab.profile.cost_forms import (
     DISTSERVE,
     NANOFLOW,
     OURS,
@@ -39,7 +40,6 @@ from kunserve.policy.batch.cost import (
     as_vector,
     forms_for,
 )
-from kunserve_lab.profile.cost_fit import fit, held_out_errors, predict, predict_held_out, sized
 from kunserve_lab.sim.costs import profile_times
 from kunserve_lab.sim.devices import find_device
 from kunserve_lab.sim.models import find_model

@@ -25,7 +25,6 @@ from benchmarks.report import Report, Setting
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.model.spec import ModelSpec
-from kunserve.policy.batch.cost import as_vector, from_vector
 from kunserve_lab.compare import results
 from kunserve_lab.compare.experiment import Experiment, Place, World, plan
 from kunserve_lab.compare.real import RealJob, run_jobs
@@ -39,6 +38,7 @@ from kunserve_lab.compare.settings import (
 from kunserve_lab.compare.simulated.scenario import Scenario
 from kunserve_lab.compare.simulated.simulation import simulate
 from kunserve_lab.compare.systems import find_system
+from kunserve_lab.profile.cost_forms import as_vector, from_vector
 from kunserve_lab.sim.costs import cpu_profile, profile_times
 from kunserve_lab.sim.models import from_spec
 from kunserve_lab.sim.profile import InstanceProfile, RooflineTimes

@@ -7,8 +7,9 @@ import msgspec
 import numpy as np
 
 from kunserve.core.cost import DENSE, CostCoefficients, ExpertChoice
-from kunserve.policy.batch.cost import NARROW_TOKENS, Array, as_vector, from_vector
+from kunserve.policy.batch.cost import NARROW_TOKENS, Array
 from kunserve_lab.profile.cost_fit import fit_rows
+from kunserve_lab.profile.cost_forms import as_vector, from_vector
 
 CHUNKS_TERM = 2
 """Where ``TracedStep.features`` counts a batch's chunks."""
@@ -25,7 +26,7 @@ class TracedStep:
     num_decodes: int
     layers: tuple[int, int]
     features: tuple[float, ...]
-    """As ``policy.cost.CostForm.features`` but for experts: the whole batch, the whole model."""
+    """As ``CostForm.features`` but for experts: the whole batch, the whole model."""
 
     @property
     def seconds(self) -> float:

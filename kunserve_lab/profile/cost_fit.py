@@ -8,7 +8,8 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from kunserve.core.cost import DENSE, CostSample, ExpertChoice
-from kunserve.policy.batch.cost import OURS, Array, CostForm
+from kunserve.policy.batch.cost import Array
+from kunserve_lab.profile.cost_forms import OURS, CostForm
 
 NUM_FOLDS = 5
 TOKENS_TERM = 1
@@ -46,7 +47,7 @@ class HeldOutError:
 
 
 def fit(samples: Sequence[CostSample], form: CostForm = OURS) -> Array:
-    """The vector of ``policy.cost.from_vector`` with the least squared *relative* error.
+    """The vector of ``cost_forms.from_vector`` with the least squared *relative* error.
 
     Relative, so that a decode of 20 ms counts as much as a prefill of 2 s. Needs more samples
     than terms.

@@ -21,8 +21,8 @@ from kunserve.engine.devices import open_backend
 from kunserve.model.config import read_spec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
 from kunserve.model.source import resolve_model
-from kunserve.policy.batch.cost import forms_for, from_vector
 from kunserve_lab.profile.cost_fit import fit, held_out_errors, sized
+from kunserve_lab.profile.cost_forms import forms_for, from_vector
 from kunserve_lab.profile.journal import Journal, Plan
 from kunserve_lab.profile.shapes import ShapeLimits, draw_shapes
 from kunserve_lab.profile.stopwatch import Clock, DeviceClock, HostClock, Reading, Stopwatch

@@ -16,8 +16,9 @@ from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.snapshots import HeadShape, InstanceSpec
 from kunserve.core.step import Chunk
-from kunserve.policy.batch.cost import BatchTotals, forms_for, from_vector, head_cost, layers_cost
+from kunserve.policy.batch.cost import BatchTotals, head_cost, layers_cost
 from kunserve_lab.profile.cost_fit import fit, sized
+from kunserve_lab.profile.cost_forms import forms_for, from_vector
 from kunserve_lab.sim.models import SimModel
 from kunserve_lab.sim.profile import InstanceProfile, StepTimes
 

@@ -17,8 +17,8 @@ from kunserve.cli import main
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError
 from kunserve.model.profile import ProfileSubject, read_profile
-from kunserve.policy.batch.cost import FORMS
 from kunserve_lab.profile import command, neighbours, run
+from kunserve_lab.profile.cost_forms import FORMS
 from kunserve_lab.profile.journal import Journal, Plan
 from kunserve_lab.profile.run import BodySettings
 from kunserve_lab.profile.shapes import REGIONS, BatchShape, ShapeLimits, draw_shapes

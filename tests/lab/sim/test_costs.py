@@ -8,7 +8,8 @@ from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.layout import LayerRange, VocabRange
 from kunserve.core.step import Chunk, StepPlan
-from kunserve.policy.batch.cost import as_vector, batch_cost, from_vector
+from kunserve.policy.batch.cost import batch_cost
+from kunserve_lab.profile.cost_forms import as_vector, from_vector
 from kunserve_lab.sim.body import SimBody
 from kunserve_lab.sim.costs import MeasuredTimes, cpu_profile, profile_times
 from kunserve_lab.sim.devices import find_device

@@ -22,16 +22,14 @@ from kunserve.policy.batch.batch_form import (
     form_token_budget,
 )
 from kunserve.policy.batch.cost import (
-    OURS,
     batch_cost,
     decode_cost,
-    forms_for,
-    from_vector,
     own_cost,
     tokens_within,
     tokens_within_each,
 )
 from kunserve_lab.profile.cost_fit import fit, predict
+from kunserve_lab.profile.cost_forms import OURS, forms_for, from_vector
 from kunserve_lab.sim.costs import MeasuredTimes
 
 windows = st.builds(Windows, st.sampled_from([0.5, 5 / 6, 22 / 26, 1.0]), st.integers(1, 2000))

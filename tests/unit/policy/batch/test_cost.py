@@ -11,26 +11,28 @@ from kunserve.core.cost import DENSE, CostCoefficients, CostSample, ExpertChoice
 from kunserve.model.experts import Experts
 from kunserve.model.spec import ModelSpec
 from kunserve.policy.batch.cost import (
-    DISTSERVE,
-    FORMS,
     MATRIX_FLOPS,
     MEMORY_BYTES_PER_S,
-    NANOFLOW,
     NARROW_TOKENS,
-    OURS,
-    PAPER,
-    TOKENS,
-    as_vector,
     assumed_cost,
     batch_cost,
     decode_cost,
-    forms_for,
-    from_vector,
     own_cost,
     tokens_within,
     tokens_within_each,
 )
 from kunserve_lab.profile.cost_fit import fit, held_out_errors, predict, sized
+from kunserve_lab.profile.cost_forms import (
+    DISTSERVE,
+    FORMS,
+    NANOFLOW,
+    OURS,
+    PAPER,
+    TOKENS,
+    as_vector,
+    forms_for,
+    from_vector,
+)
 
 COST = CostCoefficients(
     attention_s=2.0,
