@@ -61,7 +61,7 @@ CALLS = {
     ),
     "C": Call(
         "does it help in a burst?",
-        (Leg("P8", 120.0), Leg("P7", 310.0, ("round 1",)), Leg("P6", 95.0, ("7b, *",))),
+        (Leg("P8", 120.0), Leg("P7", 310.0, ("simulated", "round 1")), Leg("P6", 95.0, ("7b, *",))),
     ),
     "D": Call(
         "what is left",

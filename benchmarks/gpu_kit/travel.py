@@ -8,14 +8,17 @@ folder ``.gpu`` of a checkout, which travels with it, and prints a command for e
 
 import argparse
 import importlib.metadata
+import io
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+import kunserve
 from benchmarks.gpu_kit.calls import CALLS
 from benchmarks.gpu_kit.evidence import SUFFIX
 
@@ -41,7 +44,7 @@ _COMMAND = (
     "set -o pipefail; export PYTHONUNBUFFERED=1 D=/tmp/gpu_day; G=$PWD/{folder}; "
     "E=${{OUT:-$D/evidence}}; mkdir -p $D/project $E && tar xzf $G/project.tar.gz -C $D/project && "
     "python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade "
-    "--target $D/site $G/wheels/*.whl && export PYTHONPATH=$D/site && cd $D/project && "
+    "--target $D/site $G/wheels/*.whl && export PYTHONPATH=$D/project:$D/site && cd $D/project && "
     "python3 -m benchmarks.gpu_day --call {call} --state $G/state --evidence $E --out $D/out{more} "
     "2>&1 | tee $E/call-{call}.log"
 )
@@ -60,6 +63,24 @@ def pack_project(target: Path) -> None:
         for name in _tracked(ROOT):
             if not name.startswith(_STAY) and (ROOT / name).is_file():
                 tar.add(ROOT / name, name)
+        for name, text in _metadata().items():
+            info, data = tarfile.TarInfo(name), text.encode()
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def _metadata() -> dict[str, str]:
+    """What an installation would leave: without it nothing of the extras is found."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    folder = f"kunserve-{kunserve.__version__}.dist-info"
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items()), ""]
+    return {
+        f"{folder}/METADATA": f"Metadata-Version: 2.1\nName: kunserve\n"
+        f"Version: {kunserve.__version__}\n",
+        f"{folder}/entry_points.txt": "\n".join(lines),
+    }
 
 
 def bring_wheels(folder: Path, python: str, names: Sequence[str]) -> None:

@@ -12,12 +12,14 @@ import torch
 from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.machine import KIB, MIB, SHAPES, Machine
 from benchmarks.report import Report
+from kunserve.core.extras import extra_names
 from kunserve.engine.memory.wrap import wrap
 from kunserve.engine.torch.cuda.driver import Driver
 from kunserve.engine.torch.cuda.recorder import TorchRecorder
 from kunserve.engine.torch.graphs import Graph, Recorder
 from kunserve.engine.torch.ops.reference import ReferenceOps
 from kunserve.engine.torch.ops.table import Ops
+from kunserve_lab.bench.environment import version
 
 _PATIENCE_S = 40.0
 _WIDTH = 256
@@ -44,6 +46,7 @@ def run(machine: Machine, report: Report) -> None:
     """From torch alone to all together; each part opens what it needs."""
     machine.do(
         Part("torch", partial(_torch, machine, report)),
+        Part("extras", partial(_extras, report)),
         Part("driver", partial(_driver, machine, report)),
         Part("map and wrap", partial(_map_and_wrap, machine, report)),
         Part("kernels over mapped memory", partial(_kernels, machine, report)),
@@ -86,6 +89,14 @@ def _torch(machine: Machine, report: Report) -> None:
     one = torch.arange(_WIDTH, device=machine.torch_device, dtype=torch.float32)
     assert float((one @ one).item()) == sum(n * n for n in range(_WIDTH))
     report.add("fact", None, "", subject="torch", text=torch.__version__)
+
+
+def _extras(report: Report) -> None:
+    """What servers find by entry points: where the project is not installed, nothing is."""
+    for group, name in (("attention", "triton"), ("ranks", "devices")):
+        report.add("found", len(extra_names(group)), "", group=group)
+        assert name in extra_names(group), f"no extra {name} of {group}: is the project installed?"
+    report.add("fact", None, "", subject="code", text=str(version()["code"]))
 
 
 def _driver(machine: Machine, report: Report) -> None:

@@ -143,7 +143,7 @@ def _drawn(machine: Machine, report: Report, name: str) -> None:
             sampler = TorchSampler((2,), spec.vocab_size)
             for one in ids:
                 sampler.start(SequenceStart(one, sampling, 64, TokenIds(range(64))))
-            steps = itertools.count(64)
+            steps = itertools.count()
             seconds, _ = machine.seconds(partial(_sample, sampler, logits, ids, steps), 5)
             report.add("sampled in", seconds * 1e3, "ms", way=way, batch=num)
 

@@ -1,6 +1,7 @@
 """The tooling of a day on a GPU: what is left when a phase is killed, fails or loses its device."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_day import Day, known, run_apart, run_legs
-from benchmarks.gpu_kit import children, evidence, parts
+from benchmarks.gpu_kit import children, evidence, parts, travel
 from benchmarks.gpu_kit.calls import CALL_S, CALLS, Leg
 from benchmarks.gpu_kit.parts import Known, Part
 
@@ -193,7 +194,7 @@ sys.exit(0) if sys.argv[1] == "ends" else time.sleep(600)
 """
     for how in ("ends", "hangs"):
         with (tmp_path / "log").open("wb") as log, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(children, "_ORPHANS_S", 0.5)
+            patch.setattr("benchmarks.gpu_kit.children._ORPHANS_S", 0.5)
             with contextlib.nullcontext() if how == "ends" else pytest.raises(_Enough):
                 code = children.run(
                     [sys.executable, "-c", script, how],
@@ -263,3 +264,32 @@ def test_every_call_ends_in_time() -> None:
     for call in CALLS.values():
         assert call.seconds <= CALL_S, call.arithmetic
         assert len({leg.phase for leg in call.legs}) <= 7, "eight files come back, with the log"
+
+
+def test_what_travels_is_as_if_installed(tmp_path: Path) -> None:
+    travel.pack_project(tmp_path / "project.tar.gz")
+    with tarfile.open(tmp_path / "project.tar.gz") as tar:
+        tar.extractall(tmp_path / "project", filter="data")
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path / "project")])
+    points = {(one.group, one.name): one.value for one in found.entry_points}
+    assert points["kunserve.attention", "triton"] == "kunserve_extras.triton_ops.ops"
+    assert ("kunserve.ranks", "devices") in points and found.metadata["Name"] == "kunserve"
+    assert (tmp_path / "project" / "tests" / "fakecuda" / "fakecuda.c").exists()
+
+
+def test_commands_fit_and_what_travels_is_weighed(tmp_path: Path) -> None:
+    for name in CALLS:
+        text = travel.command(name, " --device fake")
+        assert len(text) <= travel.MOST_CHARACTERS
+        assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / ".gpu").mkdir()
+    (tmp_path / "own").write_text("12345")
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "P1.tar.gz").write_text("123")
+    travel._ignore(tmp_path)
+    travel._ignore(tmp_path)
+    travel.take_state(tmp_path / "packed", tmp_path / ".gpu" / "state")
+    assert travel.bytes_of(tmp_path) == {"checkout": 8, "state": 3}
+    exclude = (tmp_path / ".git" / "info" / "exclude").read_text()
+    assert exclude.splitlines().count("/.gpu/") == 1

@@ -1,0 +1,105 @@
+"""No operation of a GPU's steps mixes what lies on the device with what lies on the host.
+
+The CPU would do it without a word, so nothing else here could tell.
+"""
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES, MIB, SHAPES
+from benchmarks.gpu_phases.models import write_model
+from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
+from kunserve.core.request import SamplingParams
+from kunserve.engine.body import EngineBody
+from kunserve.engine.torch.cuda.backend import CudaBackend
+from tests.direct_engine import GREEDY, DirectEngine
+from tests.fakecuda.library import FakeCuda, build
+from tests.strict_device import DEVICE, Mixed, StrictDevice, lies_on_device
+from tests.tape import TapeRecorder
+
+SPEC = SHAPES["tiny"]
+WHOLE = LayerRange(0, SPEC.num_layers)
+SAMPLING = (
+    GREEDY,
+    SamplingParams(max_tokens=9, temperature=0.9, seed=1),
+    SamplingParams(max_tokens=9, temperature=0.7, top_p=0.8, top_k=20, seed=2),
+    SamplingParams(max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.05, seed=3),
+    SamplingParams(max_tokens=9, temperature=0.0, num_logprobs=3),
+    SamplingParams(max_tokens=9, temperature=0.8, min_p=0.1, seed=4),
+)
+
+
+def open_body(folder: Path, number: int, device: torch.device, is_eager: bool) -> EngineBody:
+    return EngineBody(
+        InstanceId(number),
+        ModelConfig(model=str(folder), load_format="dummy", dtype="float32"),
+        InstanceConfig(
+            memory_bytes=SPEC.weights_bytes * 2 + MIB,
+            block_size=8,
+            granule_bytes=FAKE_GRANULARITY_BYTES,
+            enforce_eager=is_eager,
+        ),
+        scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=8),
+        backend=CudaBackend(device, build(), TapeRecorder()),
+    )
+
+
+def tokens(folder: Path, device: torch.device, is_eager: bool) -> list[list[list[int]]]:
+    """Of all kinds of sampling: alone, through two stages after a drop, and after the restore."""
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, SPEC.vocab_size, n).tolist() for n in (5, 17, 30, 3, 9, 12)]
+    found = []
+    with ExitStack() as stack:
+        pair = [
+            stack.enter_context(closing(open_body(folder, n, device, is_eager))) for n in range(2)
+        ]
+        found.append(DirectEngine([(pair[0], WHOLE)]).generate(prompts, 8, 32, SAMPLING))
+        stages = (LayerRange(0, 2), LayerRange(2, 4))
+        for body, keep in zip(pair, stages, strict=True):
+            assert body.memory.prepare(keep) is None
+            body.memory.drop(keep)
+        halves = DirectEngine(list(zip(pair, stages, strict=True)))
+        found.append(halves.generate(prompts, 8, 32, SAMPLING))
+        for body, missing in zip(pair, reversed(stages), strict=True):
+            body.memory.reclaim(missing)
+            body.load_layers(missing)
+        found.append(DirectEngine([(pair[1], WHOLE)]).generate(prompts, 8, 32, SAMPLING))
+    return found
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_steps_of_a_device_mix_nothing(tmp_path: Path, is_eager: bool) -> None:
+    FakeCuda(FAKE_GRANULARITY_BYTES, 64 * MIB)
+    folder = write_model(SPEC, tmp_path / "model")
+    expected = tokens(folder, torch.device("cpu"), is_eager)
+    with StrictDevice() as strict:
+        found = tokens(folder, DEVICE, is_eager)
+    assert found == expected and strict.num_checked > 1000
+
+
+def test_what_torch_on_a_device_refuses_is_refused() -> None:
+    with StrictDevice():
+        here, there = torch.zeros(3, device=DEVICE), torch.ones(3)
+        assert here.device == DEVICE and there.device != DEVICE
+        for mixes in (
+            lambda: here + there,
+            lambda: torch.mm(here[None], there[:, None]),
+            lambda: here.index_select(0, torch.tensor([0])),
+            lambda: torch.add(there, there, out=here),
+            here.numpy,
+        ):
+            with pytest.raises(Mixed):
+                mixes()
+        moved = there.to(DEVICE)
+        for one in (here + moved, here.split([1, 2])[1], torch.tensor([1], device=here.device)):
+            assert lies_on_device(one)
+        for one in (here.cpu(), here.to("cpu", torch.float64), here.tolist(), there[:2]):
+            assert not isinstance(one, torch.Tensor) or not lies_on_device(one)
+        here.copy_(there)
+        assert here.tolist() == [1.0, 1.0, 1.0] and float(here.sum() * 2) == 6.0
