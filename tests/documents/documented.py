@@ -10,7 +10,7 @@ import click
 from kunserve.cli import main
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/wishes.md", "docs/deploy.md", "docs/offline.md")
+PAGES = ("README.md", "docs/wishes.md", "docs/deploy.md", "docs/offline.md", "docs/vllm-fleets.md")
 _PROGRAM = r"(?:\.venv/bin/)?kunserve|curl|make|pip|docker|kubectl|helm|python|eval|ray start"
 _COMMAND = re.compile(rf"(?:{_PROGRAM}) ")
 _SPAN = re.compile(rf"`((?:{_PROGRAM}) [^`]+)`")

@@ -73,6 +73,7 @@ IN_A_CONTAINER = Elsewhere(
 IN_A_CLUSTER = Elsewhere("needs Kubernetes; `make test-chart` renders the chart")
 OVER_RAY = Elsewhere("needs Ray; tests/ray (make test-ray) starts nodes and serves over them")
 INSTALLS = Elsewhere("changes the environment; a container's wheel is installed by its tests")
+OF_A_FLEET = Elsewhere("needs a fleet; tests/lab/observer has servers, files and a Prometheus")
 MAKE = Elsewhere("goes on for minutes; that the target exists is tested")
 SIMULATES = r"drop against recompute: TTFT P50 .* lower"
 CURL = """curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{
@@ -156,6 +157,17 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     "kubectl create secret tls kunserve-tls --cert=cert.pem --key=key.pem": IN_A_CLUSTER,
     "make package": Elsewhere("tests/test_package.py builds both packages"),
     "python -m kunserve.engine.cpu.kernels.build": Alone(r"kernels-\w+\.so"),
+    # docs/vllm-fleets.md, observe --help
+    "kunserve observe --urls http://a:8000,http://b:8000 --device h100 --report today.html": (
+        OF_A_FLEET
+    ),
+    "kunserve observe --prometheus http://prometheus:9090 --since 24h --selector 'job=\"vllm\"' "
+    "--device h100 --report yesterday.html": OF_A_FLEET,
+    "pip install 'kunserve[bench]'": INSTALLS,
+    "python -m benchmarks.serving.observe_truth": Elsewhere("goes on for minutes"),
+    "kunserve simulate --list": Alone("Qwen/Qwen2.5-14B"),
+    "kunserve observe --urls http://a:8000,http://b:8000 --record fleet.jsonl": OF_A_FLEET,
+    "kunserve observe --from fleet.jsonl --device h200 --report h200.html": OF_A_FLEET,
     # docs/offline.md
     "python examples/offline.py": Alone(r"2, 4, 6, ->  8, 10[\s\S]*Paris"),
     # serve --help
