@@ -10,6 +10,8 @@
 # make test-chart     the Helm chart, rendered and held against schemas
 # make test-kernels   the C kernels' tests, compiled with sanitizers, with AMX done in C, for AVX2
 #                and for any x86-64
+# make test-processors   what a processor may answer otherwise, with torch held to AVX2 and AVX-512,
+#                and with each level of kernels that this processor can run
 # make test-aarch64   the kernels compiled for 64-bit ARM, run there by qemu
 # make chaos     random faults on the real engine, for MINUTES=30
 # make hunt      the property tests once more, with five times the examples, drawn anew
@@ -26,7 +28,7 @@ KERNEL_FILES := $(wildcard kunserve/engine/cpu/kernels/csrc/*) kunserve/engine/c
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-aarch64 test-changed test-clients test-hosts test-kernels test-openapi test-ray test-chart package experiments clean
+.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-aarch64 test-changed test-clients test-hosts test-kernels test-openapi test-processors test-ray test-chart package experiments clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -160,6 +162,10 @@ test-kernels-%:
 	KERNEL_FLAGS="$(FLAGS_$*)" $(BIN)/python -c $(COMPILE)
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(if $(findstring sanitize,$(FLAGS_$*)),$(LIBASAN))" \
 	    KERNEL_FLAGS="$(FLAGS_$*)" $(BIN)/pytest -q --timeout 900 $(KERNEL_TESTS)
+
+# One run after the other, with what this processor cannot show in the table.
+test-processors: install
+	$(BIN)/python -m tests.running.processors --forks $(TEST_PROCESSES)
 
 # Skips, and says what is lacking, without Debian's gcc-aarch64-linux-gnu and qemu-user; clang
 # makes it quicker.

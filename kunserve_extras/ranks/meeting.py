@@ -14,7 +14,6 @@ PATIENCE_S = 60.0
 once; this is for one that stands still."""
 EXIT_ANOTHER_LOST = 5
 """Of a rank that has lost another one: how that one ended tells why."""
-_SPINS = 2000
 _BYTES = mmap.PAGESIZE
 
 
@@ -50,7 +49,6 @@ class Meeting:
             patience_ns=int(patience_s * 1e9),
             rank=rank,
             size=num_ranks,
-            spins=_SPINS,
         )
         self.why: Why | None = None
         self._meet, self._tell = kernels.kun_ranks_meet, kernels.kun_ranks_tell

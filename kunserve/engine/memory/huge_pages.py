@@ -7,6 +7,7 @@ address and its place in the file leave the same remainder: what moves must keep
 import contextlib
 import errno
 import mmap
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,18 +19,22 @@ from kunserve.engine.memory import address_space
 HUGE_PAGE_BYTES = 2 << 20
 _AT_ONCE_BYTES = 32 << 20
 """Collapsed by one call, because each call first waits for all cores."""
+_PATIENCE_S = 1.0
+_LEAST_BYTES_PER_S = 1e9
+"""Small pages come as quickly. What a machine has given back to its host comes slower."""
 
 
-def fill(fd: int, offset: int, num_bytes: int) -> None:
+def fill(fd: int, offset: int, num_bytes: int, first_bytes: int) -> bool:
     """Take memory for a stretch of a memory file in huge pages, as far as the system gives some.
 
     Call it before anything is written there: a page of which little is there yet is cleared,
-    where one that is full would be copied. The rest stays without memory, or with little: take it
-    in the ordinary way.
+    where one that is full would be copied, in ten times the time. What lies behind ``first_bytes``
+    is left where it comes slowly. The rest stays without memory, or with little: take it in the
+    ordinary way. Returns whether all whole pages are huge.
     """
     whole = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if offset % HUGE_PAGE_BYTES or not whole:
-        return
+        return False
     # Without addresses for it there are none.
     with (
         contextlib.suppress(OSError),
@@ -37,14 +42,19 @@ def fill(fd: int, offset: int, num_bytes: int) -> None:
     ):
         # For kernels that are set to give huge pages to whoever asks (shmem_enabled).
         address_space.advise_huge(address, whole)
-        collapses = True
+        collapses, begin = True, time.monotonic()
         for first in range(0, whole, _AT_ONCE_BYTES):
+            late_s = time.monotonic() - begin - _PATIENCE_S
+            if first >= first_bytes and late_s * _LEAST_BYTES_PER_S > first:
+                return False
             size = min(_AT_ONCE_BYTES, whole - first)
             for at in range(address + first, address + first + size, HUGE_PAGE_BYTES):
                 # Where nothing lies, nothing is collapsed.
                 if not address_space.populate_pages(at, mmap.PAGESIZE):
-                    return
+                    return False
             collapses = collapses and collapse(address + first, size)
+        return collapses
+    return False
 
 
 def collapse(address: int, num_bytes: int) -> bool:

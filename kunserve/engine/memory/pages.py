@@ -4,6 +4,7 @@
 refuse them with an OSError.
 """
 
+import contextlib
 import ctypes
 import itertools
 import logging
@@ -152,7 +153,7 @@ class HostPages:
         """``beside_bytes`` is what the process will need beside these pages.
 
         They lie in huge pages where the system gives some, unless that is not wanted: the first
-        ones (all where None) at once, others when they are prefaulted.
+        ones (all where None) at once, others too if that is quick, else when they are prefaulted.
         """
         if granule_bytes <= 0 or granule_bytes % mmap.PAGESIZE:
             raise ConfigError(
@@ -164,6 +165,7 @@ class HostPages:
         divides = HUGE_PAGE_BYTES % granule_bytes == 0
         self.granules_per_page = HUGE_PAGE_BYTES // granule_bytes if divides else 1
         self._huge = huge
+        self._is_filled = False
         self._first_bytes = first_bytes
         self._reserved: dict[int, tuple[int, int]] = {}
         self._prefault: _Prefault | None = None
@@ -195,7 +197,7 @@ class HostPages:
             os.ftruncate(fd, self.file_offset + num_bytes)
             if self._huge:
                 first_bytes = num_bytes if self._first_bytes is None else self._first_bytes
-                fill(fd, self.file_offset, first_bytes)
+                self._is_filled = fill(fd, self.file_offset, num_bytes, first_bytes)
             if num_bytes:
                 # Now, so that a shortage shows at start and not as a crash under load.
                 os.posix_fallocate(fd, self.file_offset, num_bytes)
@@ -255,7 +257,9 @@ class HostPages:
 
     def prefault(self, address: int, num_bytes: int) -> None:
         """See ``Pages``."""
-        self._prefault = _Prefault(address, num_bytes, self._huge, self._tell_huge)
+        self._prefault = _Prefault(
+            address, num_bytes, self._huge and not self._is_filled, self._tell_huge
+        )
 
     @property
     def huge_bytes(self) -> int:
@@ -346,17 +350,18 @@ class _Prefault:
     """Touches memory in the background, and puts it into huge pages first where that is wanted.
 
     The first touch of a page costs several microseconds, which steps would pay otherwise. Pieces
-    are small, since a remap waits for the one in progress, or for it to be collapsed.
+    are small, since a remap waits for the one in progress, or for it to be collapsed. It is done
+    while nothing else wants the core: with the priority of steps it would take whole slices.
     """
 
     _PIECE_BYTES = 128 * 1024
 
     def __init__(
-        self, address: int, num_bytes: int, huge: bool, when_done: Callable[[], None]
+        self, address: int, num_bytes: int, collapses: bool, when_done: Callable[[], None]
     ) -> None:
         self._address = address
         self._num_bytes = num_bytes
-        self._collapses = huge
+        self._collapses = collapses
         self._when_done = when_done
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-prefault", daemon=True)
@@ -368,6 +373,9 @@ class _Prefault:
         self._thread.join()
 
     def _run(self) -> None:
+        collapses = self._collapses
+        with contextlib.suppress(OSError):  # a sandbox may refuse it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         address, end = self._address, self._address + self._num_bytes
         while address < end:
             is_page = address % HUGE_PAGE_BYTES == 0 and end - address >= HUGE_PAGE_BYTES
@@ -379,5 +387,5 @@ class _Prefault:
             if self._stopping.is_set() or not address_space.populate_pages(address, size):
                 return
             address += size
-        if self._collapses:  # else there is little to tell, and to count small pages takes long
+        if self._collapses == collapses:  # else to count small pages takes long, for little
             self._when_done()

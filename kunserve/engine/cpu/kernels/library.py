@@ -120,7 +120,6 @@ class CRanks(ctypes.Structure):
         ("patience_ns", c_int64),
         ("rank", c_int32),
         ("size", c_int32),
-        ("spins", c_int32),
         ("lost", c_int32),
     ]
 
@@ -250,7 +249,6 @@ def load(path: str, is_other: bool = False) -> ctypes.CDLL:
     declare("kun_to_panels", (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p))
     declare("kun_entry_bounds", (*(c_void_p,) * 3, *(c_int64,) * 3, c_void_p))
     declare("kun_set_threads", (c_int32,), c_int32)
-    declare("kun_set_spin", (c_int32, c_int32))
     return loaded
 
 

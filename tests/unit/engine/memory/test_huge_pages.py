@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kunserve.core.config import MIB, InstanceConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.memory import address_space
+from kunserve.engine.memory import address_space, huge_pages
 from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES, arrange, fill
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.pages import HostPages
@@ -103,14 +103,14 @@ def touched_huge_bytes(memory: InstanceMemory) -> int:
 @needs_huge_pages(8)
 def test_a_file_is_filled_but_for_its_end(file: int) -> None:
     os.ftruncate(file, 7 * MIB)
-    fill(file, 0, 7 * MIB)
+    fill(file, 0, 7 * MIB, 7 * MIB)
     assert os.fstat(file).st_blocks * 512 == 6 * MIB
     assert os.pread(file, 7 * MIB, 0) == bytes(7 * MIB)
 
 
 def test_what_does_not_begin_with_a_page_is_left_alone(file: int) -> None:
     os.ftruncate(file, 8 * MIB)
-    fill(file, MIB, 6 * MIB)
+    fill(file, MIB, 6 * MIB, 6 * MIB)
     assert os.fstat(file).st_blocks == 0
 
 
@@ -159,9 +159,24 @@ def test_off_is_off() -> None:
     pages.close()
 
 
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that gives memory slowly: each piece takes too long."""
+    monkeypatch.setattr(huge_pages, "_PATIENCE_S", -3600.0)
+    monkeypatch.setattr(huge_pages, "_AT_ONCE_BYTES", HUGE_PAGE_BYTES)
+
+
+@needs_huge_pages(10)
+def test_what_comes_quickly_is_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_PATIENCE_S", 3600.0)
+    pages = HostPages(10 * MIB, 1 << 18, first_bytes=4 * MIB)
+    assert huge_bytes_of(pages) == 10 * MIB
+    pages.close()
+
+
 @needs_huge_pages(10)
 def test_what_is_not_needed_at_once_follows(
-    caplog: pytest.LogCaptureFixture, eventually: Callable[..., object]
+    slow: None, caplog: pytest.LogCaptureFixture, eventually: Callable[..., object]
 ) -> None:
     caplog.set_level(logging.INFO)
     pages = HostPages(10 * MIB, 1 << 18, first_bytes=4 * MIB)
@@ -175,7 +190,7 @@ def test_what_is_not_needed_at_once_follows(
 
 
 @needs_huge_pages(16)
-def test_content_stays_while_it_is_put_into_huge_pages() -> None:
+def test_content_stays_while_it_is_put_into_huge_pages(slow: None) -> None:
     """Steps use KV that has not been prefaulted yet, from several threads."""
     rng = np.random.default_rng(1)
     for _ in range(5):

@@ -78,8 +78,7 @@ typedef struct {
   void *parts;         /* shared, float32 [size][num_tokens][hidden]: each rank's part of a sum */
   int64_t patience_ns; /* how long to wait for a rank before it counts as lost */
   int32_t rank, size;
-  int32_t spins; /* looks at a word before sleeping */
-  int32_t lost;  /* set for good once a rank is lost */
+  int32_t lost; /* set for good once a rank is lost */
 } kun_ranks;
 
 /* Activations, in the model's dtype, [num_tokens][...]. */

@@ -1,15 +1,15 @@
 /* A pool of our own rather than OpenMP's: torch bundles a libgomp whose workers spin between
  * regions, and two runtimes in one process fight for the cores. This one parks in a futex after a
- * short spin, keeps no thread when one is asked for, and needs nothing from the environment. */
+ * short spin (spin.h), keeps no thread when one is asked for, and needs nothing from the environment. */
 #define _GNU_SOURCE
 #include "pool.h"
 
 #include "amx.h"
+#include "spin.h"
 
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -36,6 +36,7 @@ typedef struct {
   _Alignas(128) atomic_int arrived;
   _Alignas(128) atomic_int phase; /* counts barriers */
   _Alignas(128) atomic_int phase_sleepers;
+  _Alignas(128) _Atomic(int64_t) woken_ns; /* when sleepers were last woken */
   _Alignas(128) atomic_long next;
   _Alignas(128) job_fn fn;
   void *arg;
@@ -50,32 +51,25 @@ static struct {
   _Alignas(128) void *memory;
   size_t bytes;
 } scratch[MAX_THREADS + 1]; /* the last is shared */
-static int idle_spins = 2000;
-static int barrier_spins = 2000;
+static spinner idle = {.most_ns = 2000000};
+static spinner at_barrier = {.most_ns = 20000000}; /* others compute: longer than their slices */
 
-static inline void relax(void) {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
-
-static void wait_while(atomic_int *word, int value, atomic_int *sleeping, int spins) {
-  for (int i = 0; i < spins; i++) {
-    if (atomic_load_explicit(word, memory_order_acquire) != value) return;
-    relax();
-  }
+static void wait_while(atomic_int *word, int value, atomic_int *sleeping, spinner *s) {
+  if (spin_while(s, word, value)) return;
   while (atomic_load_explicit(word, memory_order_acquire) == value) {
+    int64_t begin = now_ns();
     atomic_fetch_add(sleeping, 1);
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
     atomic_fetch_sub(sleeping, 1);
+    int64_t woken = atomic_load(&pool.woken_ns);
+    if (woken > begin) learn_wake(s, now_ns() - woken);
   }
 }
 
 static void advance(atomic_int *word, atomic_int *sleeping) {
   atomic_fetch_add(word, 1);
   if (atomic_load(sleeping) > 0) {
+    atomic_store(&pool.woken_ns, now_ns());
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
   }
 }
@@ -95,7 +89,7 @@ void pool_barrier_around(void (*alone)(void *), void *arg) {
     atomic_store(&pool.next, 0);
     advance(&pool.phase, &pool.phase_sleepers);
   } else {
-    wait_while(&pool.phase, phase, &pool.phase_sleepers, barrier_spins);
+    wait_while(&pool.phase, phase, &pool.phase_sleepers, &at_barrier);
   }
 }
 
@@ -112,7 +106,7 @@ static void *work(void *arg) {
   int thread = (int)(long)arg;
   int seen = 0;
   for (;;) {
-    wait_while(&pool.generation, seen, &pool.sleepers, idle_spins);
+    wait_while(&pool.generation, seen, &pool.sleepers, &idle);
     seen++;
     if (pool.stopping) {
       amx_forget();
@@ -183,8 +177,3 @@ int kun_set_threads(int threads) {
 }
 
 int kun_threads(void) { return pool.threads; }
-
-void kun_set_spin(int idle_pauses, int barrier_pauses) {
-  idle_spins = idle_pauses;
-  barrier_spins = barrier_pauses;
-}

@@ -9,8 +9,6 @@ typedef void (*job_fn)(void *arg, int thread);
 /* Threads per job from now on, the caller included; 1 keeps no worker alive. 0 if it failed. */
 int kun_set_threads(int threads);
 int kun_threads(void);
-/* How long a worker (or a waiting thread) spins before it sleeps in the kernel. */
-void kun_set_spin(int idle_pauses, int barrier_pauses);
 
 void pool_run(job_fn fn, void *arg);
 /* Inside a job: wait for every thread, then start a fresh count for `pool_take`. */

@@ -4,12 +4,11 @@
 #include "ranks.h"
 
 #include "pool.h"
+#include "spin.h"
 
 #include <limits.h>
 #include <linux/futex.h>
-#include <stdatomic.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 /* Shared by all ranks. A rank that waits looks again so often for one that is lost. */
@@ -22,50 +21,42 @@ typedef struct {
   _Alignas(128) atomic_int command; /* counts commands */
   _Alignas(128) atomic_int command_sleepers;
   _Alignas(128) atomic_int lost;
+  _Alignas(128) _Atomic(int64_t) woken_ns; /* when sleepers were last woken */
 } meeting;
 
 int64_t kun_ranks_meeting_bytes(void) { return (int64_t)sizeof(meeting); }
 
-static inline void relax(void) {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
-
-static int64_t now_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (int64_t)now.tv_sec * 1000000000L + now.tv_nsec;
-}
+/* Of this process. A rank that waits for a command has nothing to do for long. */
+static spinner at_meeting = {.most_ns = 20000000};
+static spinner for_command = {.most_ns = 2000000};
 
 static void wake_all(atomic_int *word) {
   /* Not a private futex: those who sleep are other processes. */
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-static void advance(atomic_int *word, atomic_int *sleepers) {
+static void advance(meeting *m, atomic_int *word, atomic_int *sleepers) {
   atomic_fetch_add(word, 1);
-  if (atomic_load(sleepers) > 0) wake_all(word);
+  if (atomic_load(sleepers) == 0) return;
+  atomic_store(&m->woken_ns, now_ns());
+  wake_all(word);
 }
 
 /* Whether the word has changed before so many nanoseconds were over, and before a rank was lost. */
-static int await_change(meeting *m, atomic_int *word, int value, atomic_int *sleepers, int spins,
+static int await_change(meeting *m, atomic_int *word, int value, atomic_int *sleepers, spinner *s,
                         int64_t patience_ns) {
-  for (int i = 0; i < spins; i++) {
-    if (atomic_load_explicit(word, memory_order_acquire) != value) return 1;
-    relax();
-  }
+  if (spin_while(s, word, value)) return 1;
   int64_t end = now_ns() + patience_ns;
   while (atomic_load_explicit(word, memory_order_acquire) == value) {
-    int64_t left = end - now_ns();
+    int64_t begin = now_ns(), left = end - begin;
     if (left <= 0 || atomic_load(&m->lost)) return 0;
     if (left > SLICE_NS) left = SLICE_NS;
     struct timespec slice = {left / 1000000000L, left % 1000000000L};
     atomic_fetch_add(sleepers, 1);
     syscall(SYS_futex, word, FUTEX_WAIT, value, &slice, NULL, 0);
     atomic_fetch_sub(sleepers, 1);
+    int64_t woken = atomic_load(&m->woken_ns);
+    if (woken > begin) learn_wake(s, now_ns() - woken);
   }
   return 1;
 }
@@ -84,8 +75,8 @@ void kun_ranks_meet(kun_ranks *ranks) {
   int phase = atomic_load(&m->phase);
   if (atomic_fetch_add(&m->arrived, 1) == ranks->size - 1) {
     atomic_store(&m->arrived, 0);
-    advance(&m->phase, &m->phase_sleepers);
-  } else if (!await_change(m, &m->phase, phase, &m->phase_sleepers, ranks->spins,
+    advance(m, &m->phase, &m->phase_sleepers);
+  } else if (!await_change(m, &m->phase, phase, &m->phase_sleepers, &at_meeting,
                            ranks->patience_ns)) {
     kun_ranks_lose(ranks);
   }
@@ -100,12 +91,12 @@ void ranks_barrier(kun_ranks *ranks) {
 
 void kun_ranks_tell(kun_ranks *ranks) {
   meeting *m = ranks->meeting;
-  advance(&m->command, &m->command_sleepers);
+  advance(m, &m->command, &m->command_sleepers);
 }
 
 int32_t kun_ranks_wait(kun_ranks *ranks, int32_t seen, int64_t milliseconds) {
   meeting *m = ranks->meeting;
-  await_change(m, &m->command, seen, &m->command_sleepers, ranks->spins, milliseconds * 1000000L);
+  await_change(m, &m->command, seen, &m->command_sleepers, &for_command, milliseconds * 1000000L);
   if (atomic_load(&m->lost)) ranks->lost = 1;
   return atomic_load(&m->command);
 }
