@@ -31,6 +31,7 @@ DOCUMENT = Path("docs/metrics.md")
 MODEL = "smollm2-135m"
 SERVER = (
     MODEL, "--num-instances", "2", "--instance-memory", "343MiB", "--enable-admin",
+    "--weights", "private",  # shared ones leave nothing to drop
     "--served-model-name", "small", "--max-num-queued-reqs", "4", "--front-grace", "0",
     "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}',
 )  # fmt: skip

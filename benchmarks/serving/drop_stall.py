@@ -172,7 +172,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options, serve_flags = parser.parse_known_args()
     flags = [MODEL, "--num-instances", "2", "--instance-memory", "343MiB", "--enable-admin"]
-    flags += ["--max-num-batched-tokens", "128", "--overload-policy", "recompute", *serve_flags]
+    flags += ["--max-num-batched-tokens", "128", "--overload-policy", "recompute"]
+    flags += ["--weights", "private", *serve_flags]  # shared ones leave nothing to drop
     with running_server(flags) as server:
         found = asyncio.run(measure(server.url, options))
     with Report("drop_stall", rounds=options.rounds, streams=options.streams) as report:

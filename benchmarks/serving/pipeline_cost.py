@@ -161,7 +161,8 @@ def run(options: argparse.Namespace, checkout: Path, more_flags: list[str]) -> d
         trace = Path(folder) / "trace.json"
         with (
             contextlib.chdir(checkout),
-            patch.dict(os.environ, {"PYTHONPATH": str(checkout)}),
+            # Shared weights leave nothing to drop. No flag, because another checkout may lack it.
+            patch.dict(os.environ, {"PYTHONPATH": str(checkout), "KUNSERVE_WEIGHTS": "private"}),
             running_server([*flags, "--trace-out", str(trace)]) as server,
         ):
             phases = asyncio.run(measure(server.url, options))

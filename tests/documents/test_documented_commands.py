@@ -79,7 +79,10 @@ SIMULATES = r"drop against recompute: TTFT P50 .* lower"
 CURL = """curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '{
   "model": "smollm2-135m", "temperature": 0, "max_tokens": 32,
   "messages": [{"role": "user", "content": "What is the capital of France?"}]}'"""
-README_SERVER = ".venv/bin/kunserve serve smollm2-135m --num-instances 2 --instance-memory 343MiB"
+README_SERVER = (
+    ".venv/bin/kunserve serve smollm2-135m --num-instances 2 --instance-memory 343MiB "
+    "--weights private"
+)
 BURST = "kunserve bench --dataset-name bursty"
 ONE_MINUTE = "--bursty-duration 60 --request-rate 1.2 --max-total-tokens 3072 --ignore-eos"
 BLOCK = r"Successful requests: +[1-9][\s\S]*P99 TTFT"
@@ -103,7 +106,7 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
         "drop against recompute: TTFT P50", within_s=400.0
     ),
     "kunserve serve --overload-policy observe": Server(),
-    "kunserve serve --enable-admin": Server(),
+    "kunserve serve --enable-admin --weights private": Server(),
     "kunserve data": Alone("burstgpt-like"),
     'eval "$(_KUNSERVE_COMPLETE=bash_source kunserve)"': Alone(""),
     "kunserve compare experiments/overload.toml": Elsewhere(

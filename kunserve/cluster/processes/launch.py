@@ -285,8 +285,10 @@ class LocalLauncher:
 
     async def start(self, order: InstanceOrder) -> InstanceProcess:
         """Spawn the process and hand it its order."""
-        fds = self._weights.fds_of(order.instance_id, order.plan, order.model_files)
-        return LocalProcess(replace(order, weights_fds=fds), self._program)
+        if order.fake is None:
+            fds = self._weights.fds_of(order.instance_id, order.plan, order.model_files)
+            order = replace(order, weights_fds=fds)
+        return LocalProcess(order, self._program)
 
     async def seat(self, folder: Path, grace_s: float) -> Seat:
         """The folder's lock."""

@@ -30,10 +30,9 @@ class InstanceConfig:
     memory_bytes: Annotated[int, _instance("--instance-memory", suits_device=True)] = 1024 * MIB
     """Memory of each instance for weights and KV together [1024MiB; on a GPU see
     --gpu-memory-utilization]."""
-    weights: Annotated[Literal["auto", "shared", "private"], _instance()] = "private"
-    """shared: the instances of a NUMA node map one copy of the weights, so each has more memory for
-    KV, and a drop finds nothing; private: each has its own, as on a machine of its own; auto:
-    shared where it can be, else private, which the start says."""
+    weights: Annotated[Literal["auto", "shared", "private"], _instance()] = "auto"
+    """shared: a NUMA node's instances map one copy, so nothing is dropped; private: each has its
+    own; auto: shared where that works."""
     weight_sharers: int = 0
     """Instances that bear the memory of such a copy, at the start; 0: each has its own.
 

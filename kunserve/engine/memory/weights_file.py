@@ -10,13 +10,12 @@ does its size change. It ends with the last process that has it.
 
 import fcntl
 import json
-import logging
 import mmap
 import os
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kunserve.core.errors import ConfigError, TooLittleMemory
@@ -24,8 +23,6 @@ from kunserve.engine.memory import address_space
 from kunserve.engine.memory.free_memory import available_bytes
 from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES, fill
 from kunserve.engine.weights.layout import WeightLayout
-
-logger = logging.getLogger(__name__)
 
 PATIENCE_S = 600.0
 """How long nothing new may be there before an instance gives up waiting for the others."""
@@ -162,7 +159,8 @@ class WeightsFile:
                 time.sleep(_LOOK_S)
             else:
                 deadline_s = time.monotonic() + patience_s
-        self._seal()
+        with suppress(OSError):  # another has, or cannot: all the same it is only read from now on
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
 
     def _take_turn(self, section: int, load: Callable[[int], None]) -> None:
         """Fill a section, unless another process is at it, or has."""
@@ -188,15 +186,6 @@ class WeightsFile:
             yield
         finally:
             address_space.unmap(at, size)
-
-    def _seal(self) -> None:
-        """Everything is there, so nobody has any of it mapped for writing."""
-        with self._locked(_HEADER_LOCK):
-            if not self.is_sealed:
-                try:
-                    fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-                except OSError as error:  # instances cannot write there all the same
-                    logger.warning("shared weights are not sealed: %s", error.strerror)
 
     @contextmanager
     def _locked(self, number: int) -> Iterator[None]:

@@ -70,6 +70,8 @@ def find_sharers(config: KunServeConfig) -> int:
         why = "pipelines from the start have one copy in all"
     elif max(cluster.num_instances, cluster.max_instances or 0) < 2:
         why = "there is one instance"
+    elif instance.weights == "auto" and config.overload.policy == "observe":
+        why = "--overload-policy observe tells what drops of private ones would gain"
     elif num_nodes > 1 and (fewest < 2 or instance.num_threads // num_ranks > min(map(len, nodes))):
         why = "no two instances compute on one NUMA node alone"
     if why is None:
