@@ -14,6 +14,8 @@ Uint64Array = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 FACTOR_1 = 0x9FB21C651E98DF25
 _FACTOR_2 = 0xD6E8FEB86659FD93
+_ROUNDS = ((np.uint64(32), np.uint64(FACTOR_1)), (np.uint64(29), np.uint64(_FACTOR_2)))
+_LAST_SHIFT = np.uint64(32)
 EMBED, _HEAD, _DRAW, _HISTORY = 1 << 40, 1 << 41, 1 << 42, 1 << 43
 
 
@@ -44,9 +46,11 @@ def mix_one(value: int, salt: int) -> int:
 def mix(values: Uint64Array, salt: int) -> Uint64Array:
     """A bijection of 64-bit integers that depends on ``salt`` and scatters every bit."""
     mixed = values + np.uint64((salt * _FACTOR_2 + 1) & _MASK)
-    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(FACTOR_1)
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(_FACTOR_2)
-    return mixed ^ (mixed >> np.uint64(32))
+    for shift, factor in _ROUNDS:
+        mixed ^= mixed >> shift
+        mixed *= factor
+    mixed ^= mixed >> _LAST_SHIFT
+    return mixed
 
 
 def draw(hidden: int, sampling: SamplingParams, position: int, history: list[int]) -> int:

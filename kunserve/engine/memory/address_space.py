@@ -166,6 +166,8 @@ def _huge_bytes_in(
         name, *fields = line.split(maxsplit=2)
         if not name.endswith(":"):
             first, last = (int(part, 16) for part in name.split("-"))
+            if first >= end:  # addresses rise, and the kernel walks each mapping that is read
+                return
             is_there = address <= first and last <= end
             is_there &= inode is None or fields[-1].split()[2] == inode
         elif is_there and name == "ShmemPmdMapped:":

@@ -23,6 +23,7 @@ from kunserve.engine.sampling.structured.grammar import compile_form
 from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
 from tests.direct_engine import DirectEngine
 from tests.e2e.tokens.asked_cluster import config_of, drop_to, restore_when_it_fits
+from tests.running.forking import ForkingLauncher
 from tests.tiny_models import VOCAB, save_tiny, save_tokenizer
 
 NUM_LAYERS = 4
@@ -161,7 +162,9 @@ def test_through_preemptions_a_drop_a_restore_and_a_death(
     given = prompts(9)
 
     async def story() -> tuple[Clients, Clients, Clients]:
-        cluster = await LocalCluster.start(Plan(config), vocab_size=VOCAB)
+        cluster = await LocalCluster.start(
+            Plan(config), vocab_size=VOCAB, launcher=ForkingLauncher()
+        )
         try:
             calm, wild = Clients(cluster), Clients(cluster)
             for number in range(9):

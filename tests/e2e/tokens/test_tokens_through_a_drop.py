@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from kunserve.cluster.driver.local import LocalCluster
-from kunserve.cluster.processes.launch import LocalLauncher
 from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
@@ -111,10 +110,9 @@ def test_of_a_cluster(path: CodePath, tmp_path: Path, monkeypatch: pytest.Monkey
     async def story(cluster: LocalCluster, answers: Answers) -> None:
         await tell(path, cluster, answers, tmp_path)
 
-    launcher = LocalLauncher() if path.is_pretrained else None
     vocab_size = 49152 if path.is_pretrained else VOCAB
     measured = Measured(ring=RING) if path.is_ring else None
-    answers = run(config, vocab_size, story, launcher, measured)
+    answers = run(config, vocab_size, story, measured=measured)
     assert {name for wave in path.waves for name in wave.wanted} <= set(answers.tokens)
     if path.is_pretrained or path.quant is not None:
         check_by_calm(config, vocab_size, answers)
