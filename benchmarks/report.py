@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeAlias
 
 from kunserve_lab.bench.environment import environment
@@ -42,12 +41,7 @@ class Report:
     def __enter__(self) -> "Report":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._figures:
             print(f"\n{self.table()}", file=sys.stderr, flush=True)
 

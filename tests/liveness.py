@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from kunserve.control.cluster.standing import Standing
-from kunserve.control.cluster.transition import Phase
+from kunserve.control.cluster.transitions import PATIENCE_S, PATIENCE_STEPS
 from kunserve.control.instance.changes.layer_restore import LayerRestore
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import InstanceId
@@ -17,15 +17,6 @@ from kunserve_lab.world.by_choice import ChosenMember, ChosenWorld
 
 SLACK_S = 10.0
 """Beside each patience: words take their time, and bytes are told of every 5 s."""
-PHASES_S = {
-    Phase.LOADING: 120.0,
-    Phase.PREPARING: 10.0,
-    Phase.COMMITTING: 60.0,
-    Phase.EXCHANGING: 60.0,
-}
-"""Of a transition, without progress; with what is known of steps and transfers beside."""
-STEPS = 4
-"""Of each stage: who reports late is given time for them beside."""
 FORMING_S = 120.0
 """A group forms, and no layer comes."""
 TEST_BEGINS_S = 150.0
@@ -114,8 +105,8 @@ class LivenessWatch:
         for transition_id, transition in controller.transitions.active.items():
             members = frozenset(transition.members)
             steps_s = [g.step_s for g in groups if not members.isdisjoint(g.layout.members)]
-            longest_s = PHASES_S[transition.phase]
-            longest_s += STEPS * len(members) * max(steps_s, default=0.0)
+            longest_s = PATIENCE_S[transition.phase]
+            longest_s += PATIENCE_STEPS * len(members) * max(steps_s, default=0.0)
             counts = len(transition.waits_for), len(transition.exchanging)
             progress = (transition.phase, counts, self._bytes_taken(members))
             yield f"transition {transition_id} {transition.phase}", Wait(longest_s, progress)

@@ -52,6 +52,7 @@ from kunserve.engine.cpu.kernels.panels import in_panels
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.model.packed import WeightFormat
 from kunserve.model.spec import ModelSpec
+from tests.specs import SMOLLM2_135M
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 PACKED_ROWS = (1, 8, 32, 512)
@@ -61,28 +62,7 @@ REST_S = 0.02
 
 def smollm2(dtype: str) -> ModelSpec:
     """SmolLM2-135M's shape."""
-    return ModelSpec(
-        name="SmolLM2-135M",
-        architecture="LlamaForCausalLM",
-        num_layers=30,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        vocab_size=49152,
-        max_position=8192,
-        rope_theta=100000.0,
-        rms_eps=1e-5,
-        tied_embeddings=True,
-        attention_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        rope_scaling=None,
-        sliding_window=None,
-        dtype=dtype,
-    )
+    return replace(SMOLLM2_135M, dtype=dtype)
 
 
 def random_weights(spec: ModelSpec) -> ModelWeights:

@@ -15,6 +15,7 @@ from benchmarks.gpu_kit import parts
 from benchmarks.gpu_kit.parts import NOTHING_KNOWN, Known, Part
 from kunserve.engine.torch.cuda.driver import LIBRARY, Driver
 from kunserve.model.spec import ModelSpec
+from tests.specs import model_spec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FAKE_GRANULARITY_BYTES = 8 * KIB
@@ -116,7 +117,7 @@ def _qwen2(
     dtype: str = "bfloat16",
 ) -> ModelSpec:
     layers, hidden, intermediate, vocab, positions = sizes
-    return ModelSpec(
+    return model_spec(
         name=name,
         architecture="Qwen2ForCausalLM",
         num_layers=layers,
@@ -131,11 +132,6 @@ def _qwen2(
         rms_eps=1e-6,
         tied_embeddings=False,
         attention_bias=True,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        rope_scaling=None,
-        sliding_window=None,
         dtype=dtype,
     )
 

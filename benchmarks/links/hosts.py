@@ -15,7 +15,6 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 
 from kunserve.cluster.processes.launch import InstanceOrder, LocalLauncher, LocalProcess
 from kunserve.core.place import Place
@@ -157,12 +156,7 @@ class Hosts:
     def __enter__(self) -> "Hosts":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -46,14 +46,18 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def modules_of(items: list[pytest.Item]) -> Iterator[deque[Chunk]]:
-    """Of each module its chunks. Tests that share a fixture of their module stay together."""
+    """Of each module its chunks. Tests that share a fixture of their module stay together: they
+    come last, those of the first folders behind all, because forks that begin there are to have
+    done with what cannot be parted before others have nothing left.
+    """
+    whole = []
     for _, places in groupby(range(len(items)), lambda place: items[place].path):
         of_module = list(places)
-        shares = [_shares(items[place]) for place in of_module]
-        if any(shares):
-            yield deque([of_module])
+        if any(_shares(items[place]) for place in of_module):
+            whole.append(deque([of_module]))
         else:
             yield deque([place] for place in of_module)
+    yield from reversed(whole)
 
 
 def _shares(item: pytest.Item) -> bool:
