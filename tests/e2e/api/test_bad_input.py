@@ -437,9 +437,9 @@ def test_a_client_that_never_reads(impatient: LiveServer) -> None:
             assert other.get("/health").status_code == 200
             quick = other.post(COMPLETIONS, json=PROMPT | {"max_tokens": 2})
             assert quick.status_code == 200
-        wait_until(lambda: not impatient.engine.tasks, 20)
-        wait_until(lambda: impatient.front.num_in_flight == 0, 20)
-        wait_until(lambda: not is_open(impatient.port, connection.getsockname()[1]), 20)
+        wait_until(lambda: not impatient.engine.tasks)
+        wait_until(lambda: impatient.front.num_in_flight == 0)
+        wait_until(lambda: not is_open(impatient.port, connection.getsockname()[1]))
         connection.settimeout(10)
         received = b""
         with contextlib.suppress(ConnectionResetError):
@@ -456,8 +456,8 @@ def test_a_client_that_never_reads_a_whole_answer(impatient: LiveServer) -> None
         connection.connect(("127.0.0.1", impatient.port))
         connection.sendall(post_bytes(body))
         wait_until(lambda: impatient.engine.submitted)
-        wait_until(lambda: impatient.front.num_in_flight == 0, 20)
-        wait_until(lambda: not is_open(impatient.port, connection.getsockname()[1]), 20)
+        wait_until(lambda: impatient.front.num_in_flight == 0)
+        wait_until(lambda: not is_open(impatient.port, connection.getsockname()[1]))
 
 
 def test_pipelined_requests_are_answered_in_order(server: LiveServer) -> None:

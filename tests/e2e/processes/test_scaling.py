@@ -257,4 +257,4 @@ def test_a_cluster_that_ends_while_it_grows_leaves_nobody(tmp_path: Path) -> Non
         pids.extend(dict(cluster.vitals().pids).values())
 
     with_cluster(story, num_instances=1, faults=tmp_path, policy="recompute")
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30.0)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

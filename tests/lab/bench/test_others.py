@@ -138,11 +138,11 @@ def test_replicas_are_started_and_stopped(tmp_path: Path, monkeypatch: pytest.Mo
         environment={"REPLICA": "number {replica}"},
     )
     with running_others("theirs", other) as urls:
-        said = [urllib.request.urlopen(url, timeout=5).read().decode() for url in urls]
+        said = [urllib.request.urlopen(url, timeout=60).read().decode() for url in urls]
         assert said == ["number 0", "number 1"]
     for url in urls:
         with pytest.raises(urllib.error.URLError):
-            urllib.request.urlopen(url, timeout=5)
+            urllib.request.urlopen(url, timeout=60)
 
 
 def test_children_of_a_replica_that_has_ended_are_ended(tmp_path: Path) -> None:

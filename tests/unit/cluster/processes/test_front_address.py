@@ -24,7 +24,7 @@ def test_the_last_address_that_was_told_counts() -> None:
     assert where() == FrontPlace("tcp://a:1")
     last = b'{"address":"tcp://c:3","public_key":"key"}\n'
     where.follow(io.BytesIO(b'{"address":"tcp://b:2"}\nnonsense\n' + last))
-    wait_until(lambda: where() == FrontPlace("tcp://c:3", "key"), 30.0)
+    wait_until(lambda: where() == FrontPlace("tcp://c:3", "key"))
 
 
 def test_lines_come_whole_however_they_are_written() -> None:

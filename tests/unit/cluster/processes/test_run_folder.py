@@ -80,7 +80,7 @@ def test_marks_name_one_process() -> None:
         assert fd is not None
         os.close(fd)
         kill_marked(mark)
-        wait_until(lambda: mark_of(process.pid) is None, 30.0)
+        wait_until(lambda: mark_of(process.pid) is None)
         assert open_marked(mark) is None
         process.wait()
         assert mark_of(process.pid) is None
