@@ -1,8 +1,9 @@
 """A burst's requests, from what the servers counted: how many came when, and how long they were.
 
 Arrivals are exact to the distance of two readings, in which they are spread by chance. Lengths are
-drawn from the histograms of those who ended in that time; which prompt had which answer no server
-tells, so they are paired by chance.
+drawn from the histograms of those who ended in that time. Prompts then follow the tokens that were
+counted as they began, in order of arrival; which answer was whose no server tells, so answers are
+given by chance.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from kunserve_lab.observer.episodes.episode import Episode, span_s
 from kunserve_lab.observer.readings.change import Change, together
 from kunserve_lab.workload import seeds
 from kunserve_lab.workload.workload import Lengths, Workload
+
+Ints = npt.NDArray[np.int64]
 
 MOST_REQUESTS = 20_000
 """Of an episode; of a larger one every so many-th is left out, and the figures say so."""
@@ -59,10 +62,18 @@ def rebuild(episode: Episode, longest_tokens: int, seed: int = 0) -> Rebuilt:
     if num_left_out:
         kept = np.linspace(0, len(came) - 1, MOST_REQUESTS).astype(int)
         came = [came[at] for at in kept]
-    inputs, outputs = _lengths(episode.changes, len(came), longest_tokens, rng)
+    inputs, outputs = _lengths(episode.changes, len(came), rng)
+    if not num_left_out:
+        _follow(episode, [place for _, place in came], inputs)
+    outputs = np.minimum(outputs, max(1, longest_tokens - 2))
+    inputs = np.clip(inputs, 1, longest_tokens - outputs - 1)
     workload = Workload(
         tuple(moment for moment, _ in came),
-        Lengths(inputs, outputs, "histograms of the fleet, paired by chance"),
+        Lengths(
+            tuple(inputs.tolist()),
+            tuple(outputs.tolist()),
+            "histograms of the fleet",
+        ),
         "counted by the fleet",
     )
     places = tuple(place for _, place in came)
@@ -84,10 +95,9 @@ def _arrivals(changes: Sequence[Change], start_s: float, rng: np.random.Generato
     return moments
 
 
-def _lengths(
-    changes: Sequence[Change], number: int, longest_tokens: int, rng: np.random.Generator
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    pairs: list[npt.NDArray[np.int64]] = []
+def _lengths(changes: Sequence[Change], number: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """Of so many prompts and answers, in an order by chance."""
+    pair: list[Ints] = []
     for name, counter in (("input_tokens", "prompt_tokens"),
                           ("output_tokens", "generation_tokens")):  # fmt: skip
         counted = together(changes, name)
@@ -97,7 +107,21 @@ def _lengths(
             tokens = sum(one.amounts.get(counter, 0.0) for one in changes)
             ended = sum(one.amounts.get("finished", 0.0) for one in changes)
             values = np.full(number, tokens / max(1.0, ended))
-        pairs.append(rng.permutation(np.maximum(1, np.rint(values)).astype(np.int64)))
-    outputs = np.minimum(pairs[1], max(1, longest_tokens - 2))
-    inputs = np.maximum(1, np.minimum(pairs[0], longest_tokens - outputs - 1))
-    return tuple(inputs.tolist()), tuple(outputs.tolist())
+        pair.append(rng.permutation(np.maximum(1, np.rint(values)).astype(np.int64)))
+    return pair[0], pair[1]
+
+
+def _follow(episode: Episode, places: Sequence[int], inputs: Ints) -> None:
+    """Scale prompts, so that those who began between two readings have the tokens counted then."""
+    for place, name in enumerate(episode.replicas):
+        queue = [at for at, replica in enumerate(places) if replica == place]
+        own = [change for change in episode.changes if change.replica == name]
+        began = round(own[0].before.num_running) if own else 0  # before the first reading
+        for change in own:
+            first = change.histograms.get("ttft")
+            number = 0 if first is None else round(first.count)
+            who = queue[began : began + number]
+            began += number
+            tokens = change.amounts.get("prompt_tokens", 0.0)
+            if who and len(who) == number and tokens > 0:
+                inputs[who] = np.maximum(1, np.rint(inputs[who] * (tokens / inputs[who].sum())))

@@ -30,6 +30,10 @@ from kunserve_lab.workload.workload import Workload
 WAKE_S = 3.0
 """From the order for a sleeping replica to its first request: what sleep modes are reported to
 take for 64 GiB of weights."""
+MOST_DRAWS = 3
+"""Answers are given to prompts by chance: so often, and figures are over all of them."""
+MOST_DRAWN = 6000
+"""Requests of all draws together: of a large episode chance makes less."""
 AS_IT_RAN, LEAST_LOAD, DROP, ENDLESS = "as it ran", "least load", "drop", "endless memory"
 FP8_KV, WAKE = "fp8 KV", "wake sleepers"
 
@@ -91,28 +95,41 @@ def measured_of(episode: Episode) -> Measured:
     )
 
 
-def judge(episode: Episode, profile: InstanceProfile, factors: Factors, made: Made) -> Judged:
+def judge(
+    episode: Episode,
+    profile: InstanceProfile,
+    factors: Factors,
+    made: Made,
+    most_draws: int = MOST_DRAWS,
+) -> Judged:
     """Simulate every way. ``profile`` is a replica of the fleet, its step times corrected.
 
-    It takes seconds, up to a minute for thousands of requests.
+    It takes seconds, up to minutes for thousands of requests.
     """
-    rebuilt = rebuild(episode, profile.max_model_len)
     measured = measured_of(episode)
-    if len(rebuilt.workload) < 2:
+    draws = [rebuild(episode, profile.max_model_len)]
+    number = len(draws[0].workload)
+    if number < 2:
         return Judged(episode, measured, factors=factors, why_not="hardly a request came")
-    scenario = _scenario(profile, rebuilt.workload, len(episode.replicas), made)
-    ran = _as_it_ran(scenario, rebuilt)
-    outcomes = {AS_IT_RAN: _outcome(ran, rebuilt)}
-    for way, run in _ways(scenario, is_fp8=_is_fp8(episode)).items():
-        result = run()
-        outcomes[way] = _outcome([result], rebuilt, result.num_ordered)
+    num_draws = max(1, min(most_draws, MOST_DRAWN // number))
+    draws += [rebuild(episode, profile.max_model_len, seed) for seed in range(1, num_draws)]
+    scenarios = [_scenario(profile, one.workload, len(episode.replicas), made) for one in draws]
+    begin_s = draws[0].begin_s
+    ran = [
+        result
+        for scenario, rebuilt in zip(scenarios, draws, strict=True)
+        for result in _as_it_ran(scenario, rebuilt)
+    ]
+    outcomes = {AS_IT_RAN: _outcome(ran, begin_s, num_draws)}
+    for way, run in _ways(scenarios[0].num_instances, _is_fp8(episode)).items():
+        outcomes[way] = _outcome([run(one) for one in scenarios], begin_s, num_draws)
     return Judged(
         episode,
         measured,
         outcomes,
-        _alike(episode, ran, rebuilt.begin_s),
-        outlook(scenario, capacity(scenario)),
-        rebuilt.num_left_out,
+        _alike(episode, ran, begin_s, num_draws),
+        outlook(scenarios[0], capacity(scenarios[0])),
+        draws[0].num_left_out,
         factors,
     )
 
@@ -130,21 +147,25 @@ def _scenario(
     )
 
 
-def _ways(scenario: Scenario, is_fp8: bool) -> dict[str, Callable[[], SimResult]]:
+def _ways(num_instances: int, is_fp8: bool) -> dict[str, Callable[[Scenario], SimResult]]:
     recompute = SYSTEMS["recompute"]
-    ways = {
-        LEAST_LOAD: lambda: simulate(recompute, scenario),
-        ENDLESS: lambda: simulate(SYSTEMS["endless"], scenario),
-        WAKE: lambda: simulate(
-            SYSTEMS["autoscale"],
-            replace(scenario, world=replace(scenario.world, start_s=WAKE_S)),
-        ),
+
+    def wake(scenario: Scenario) -> SimResult:
+        world = replace(scenario.world, start_s=WAKE_S)
+        return simulate(SYSTEMS["autoscale"], replace(scenario, world=world))
+
+    def fp8(scenario: Scenario) -> SimResult:
+        return simulate(recompute, replace(scenario, profile=_half_kv(scenario.profile)))
+
+    ways: dict[str, Callable[[Scenario], SimResult]] = {
+        LEAST_LOAD: lambda scenario: simulate(recompute, scenario),
+        ENDLESS: lambda scenario: simulate(SYSTEMS["endless"], scenario),
+        WAKE: wake,
     }
     if not is_fp8:
-        half = replace(scenario, profile=_half_kv(scenario.profile))
-        ways[FP8_KV] = lambda: simulate(recompute, half)
-    if scenario.num_instances > 1:
-        ways[DROP] = lambda: simulate(SYSTEMS["drop"], scenario)
+        ways[FP8_KV] = fp8
+    if num_instances > 1:
+        ways[DROP] = lambda scenario: simulate(SYSTEMS["drop"], scenario)
     return ways
 
 
@@ -173,7 +194,9 @@ def _as_it_ran(scenario: Scenario, rebuilt: Rebuilt) -> list[SimResult]:
     return results
 
 
-def _alike(episode: Episode, results: Sequence[SimResult], begin_s: float) -> Measured:
+def _alike(
+    episode: Episode, results: Sequence[SimResult], begin_s: float, num_draws: int
+) -> Measured:
     """Over those who got their first token during the episode, as servers count."""
     end_s = begin_s + episode.end_s - episode.begin_s
     records = [record for one in results for record in one.run.records]
@@ -186,20 +209,28 @@ def _alike(episode: Episode, results: Sequence[SimResult], begin_s: float) -> Me
     tpots = [tpot_s(record) for record in began]
     arrived = sum(begin_s <= record.sent_s <= end_s for record in records)
     return Measured(
-        _percentile(ttfts, 50.0), _percentile(ttfts, 99.0), _percentile(tpots, 50.0), arrived
+        _percentile(ttfts, 50.0),
+        _percentile(ttfts, 99.0),
+        _percentile(tpots, 50.0),
+        round(arrived / num_draws),
     )
 
 
-def _outcome(results: Sequence[SimResult], rebuilt: Rebuilt, num_woken: int = 0) -> Outcome:
-    records = _during(chain.from_iterable(one.run.records for one in results), rebuilt.begin_s)
+def _outcome(results: Sequence[SimResult], begin_s: float, num_draws: int) -> Outcome:
+    """Latencies over all draws together; counts are those of one, on average."""
+    records = _during(chain.from_iterable(one.run.records for one in results), begin_s)
+
+    def mean(counts: Iterable[int]) -> int:
+        return round(sum(counts) / num_draws)
+
     return Outcome(
         ttft_p50_s=_percentile([ttft_s(one) for one in records], 50.0),
         ttft_p99_s=_percentile([ttft_s(one) for one in records], 99.0),
         tpot_p50_s=_percentile([tpot_s(one) for one in records], 50.0),
-        num_failed=sum(one.error is not None for one in records),
-        num_preemptions=sum(one.num_preemptions for one in results),
-        num_drops=sum(one.num_drops for one in results),
-        num_woken=num_woken,
+        num_failed=mean(one.error is not None for one in records),
+        num_preemptions=mean(one.num_preemptions for one in results),
+        num_drops=mean(one.num_drops for one in results),
+        num_woken=mean(one.num_ordered for one in results),
     )
 
 

@@ -142,7 +142,7 @@ def fleet(
     height: float,
     *,
     num: int = 2,
-    blocks: int = 3000,
+    blocks: int = 1500,
     tokens: tuple[int, int] = (1500, 300),
     burst_s: float = 25.0,
 ) -> FakeFleet:

@@ -15,7 +15,15 @@ from kunserve_lab.observer.episodes.aside import judge_here
 from kunserve_lab.observer.episodes.episode import Episode
 from kunserve_lab.observer.episodes.rebuild import rebuild
 from kunserve_lab.observer.episodes.story import Cause, as_json, cause_of, comparison, sentence
-from kunserve_lab.observer.episodes.what_if import AS_IT_RAN, DROP, ENDLESS, FP8_KV, WAKE, Judged
+from kunserve_lab.observer.episodes.what_if import (
+    AS_IT_RAN,
+    DROP,
+    ENDLESS,
+    FP8_KV,
+    WAKE,
+    Judged,
+    judge,
+)
 from kunserve_lab.observer.fleet import Made
 from kunserve_lab.observer.output.report import report_html
 from kunserve_lab.observer.session import Session
@@ -41,7 +49,7 @@ class Watched:
 
     def judge(self) -> Judged:
         session = self.session
-        return judge_here((self.greatest, *session.make_of(self.greatest), session.made))
+        return judge(self.greatest, *session.make_of(self.greatest), session.made, most_draws=1)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +192,7 @@ class Seen(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in ("h1", "h2"):
             self.opened.append(tag)
-        if tag in ("table", "tr", "td", "th", "p", "h1", "h2", "style"):
+        if tag in ("title", "table", "tr", "td", "th", "p", "h1", "h2", "style"):
             self.unclosed.append(tag)
         if tag == "img":
             self.images.append(dict(attrs)["src"] or "")
