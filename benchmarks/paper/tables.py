@@ -21,7 +21,6 @@ from benchmarks.paper.kept_results import (
 from benchmarks.paper.map_agreement import EXPERIMENTS, Compared, compared
 from benchmarks.paper.sparse_models import NAMES, RIDGES
 from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
-from benchmarks.paper.targets import targets
 from kunserve_lab.compare.simulated.projection import HELPS
 
 _RUN = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
@@ -232,7 +231,6 @@ TABLES: dict[str, Table] = {
     "sparse-instances": Table(sparse_instances, ("sparse_models",)),
     "sparse-models": Table(sparse_bursts, _simulated(*NAMES)),
     "sparse-ridge": Table(sparse_ridge, _simulated(*RIDGES)),
-    "targets": Table(targets, ("targets",)),
     "published-steps": Table(published_steps, ("published_steps",)),
     "sensitivity": Table(sensitivity, ("sensitivity",)),
     "one-result": Table(real_tables.one_result, (real_tables.ROUNDS,)),
