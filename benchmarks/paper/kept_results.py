@@ -78,6 +78,10 @@ class Runs:
         """The load of claims, which is fixed beforehand: the highest of a ``claims_*``."""
         return self.loads[-1]
 
+    def has(self, system: str) -> bool:
+        """Whether it ran at the load of claims."""
+        return (system, self.fixed) in self._draws
+
     def gains(self, other: str, field: str, system: str = "drop") -> list[float]:
         """How many times lower the system's is than the other's there, in equal draws."""
         ours, theirs = self.draws(system, self.fixed), self.draws(other, self.fixed)

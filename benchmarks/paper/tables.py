@@ -10,23 +10,17 @@ from benchmarks.markdown import Row
 from benchmarks.paper import burst_map, real_tables
 from benchmarks.paper.claims import CLAIMS
 from benchmarks.paper.kept_results import (
-    BOUNDS,
     FIXED,
-    HEAVY,
     LONGBENCH,
     RESULTS,
     Runs,
     figures_of,
-    ranged,
     runs_of,
     signed,
 )
 from benchmarks.paper.map_agreement import EXPERIMENTS, Compared, compared
 from benchmarks.paper.sparse_models import NAMES, RIDGES
 from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
-from benchmarks.paper.targets import targets
-from kunserve_lab.compare.groups import by_load
-from kunserve_lab.compare.results import load
 from kunserve_lab.compare.simulated.projection import HELPS
 
 _RUN = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
@@ -42,11 +36,6 @@ def claims() -> list[Row]:
 def longbench() -> list[Row]:
     """The first burst, LongBench's lengths, where weights take 36 % of the memory."""
     return _over_loads(runs_of(LONGBENCH))
-
-
-def heavy_weights() -> list[Row]:
-    """The same where they take 63 %."""
-    return _over_loads(runs_of(HEAVY))
 
 
 def _over_loads(runs: Runs) -> list[Row]:
@@ -70,22 +59,21 @@ def _over_loads(runs: Runs) -> list[Row]:
     return rows
 
 
-def bounds() -> list[Row]:
-    """How near `drop` is to endless memory, and what dispatch alone gives. Over seeds."""
-    systems = ("recompute-rr", "recompute", "drop-rr", "drop", "endless")
-    names = (f"{system} (s)" for system in systems)
-    rows: list[Row] = [("load", *names, "lower by", "against round robin")]
-    for group in by_load(load(RESULTS / "simulated" / f"{BOUNDS}.jsonl")):
-        p99 = {
-            system: {run.seed: run.ttft_p99_s for run in group.by_system[system]}
-            for system in systems
-        }
-        cells = (ranged(p99[system].values(), "") for system in systems)
-        gains = (
-            ranged((p99[rival][seed] / lower for seed, lower in p99["drop"].items()), "x")
-            for rival in ("recompute", "recompute-rr")
+AT_FIXED = ("recompute-rr", "recompute-least", "recompute", "drop", "endless")
+
+
+def fixed() -> list[Row]:
+    """TTFT of every system at the load of the claims: medians of the draws."""
+    rows: list[Row] = [("P50 / P99 TTFT (s)", *(f"`{system}`" for system in AT_FIXED))]
+    for name, experiment in FIXED.items():
+        runs = runs_of(experiment)
+        cells = (
+            f"{runs.median(system, 'ttft_p50_s'):.1f} / {runs.median(system, 'ttft_p99_s'):.1f}"
+            if runs.has(system)
+            else "-"
+            for system in AT_FIXED
         )
-        rows.append((f"{group.load:g}", *cells, *gains))
+        rows.append((name, *cells))
     return rows
 
 
@@ -95,9 +83,9 @@ SLO_FACTORS = (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0)
 def slo() -> list[Row]:
     """Requests over the objective by its scale, at the load of claims: medians of the draws."""
     rows: list[Row] = [("times the base", *(f"{factor:g}" for factor in SLO_FACTORS))]
-    for name, experiment in FIXED.items():
-        runs = runs_of(experiment)
-        for system in ("recompute-rr", "recompute", "drop", "endless"):
+    for name in ("LongBench", "heavy weights", "72B"):
+        runs = runs_of(FIXED[name])
+        for system in ("recompute", "drop", "endless"):
             late = (runs.violations(system, runs.fixed, factor) for factor in SLO_FACTORS)
             rows.append((f"{name}: `{system}`", *(f"{100 * share:.0f} %" for share in late)))
     return rows
@@ -238,13 +226,11 @@ TABLES: dict[str, Table] = {
     "memory-or-compute": Table(memory_or_compute, ("memory_or_compute",)),
     "agreement": Table(agreement, (*_simulated(*EXPERIMENTS), "map_agreement")),
     "burst-map": Table(burst_map.table, ("burst_map",)),
-    "heavy-weights": Table(heavy_weights, _simulated(HEAVY)),
-    "bounds": Table(bounds, _simulated(BOUNDS)),
+    "fixed": Table(fixed, _simulated(*FIXED.values())),
     "prediction": Table(prediction, ("prediction",)),
     "sparse-instances": Table(sparse_instances, ("sparse_models",)),
     "sparse-models": Table(sparse_bursts, _simulated(*NAMES)),
     "sparse-ridge": Table(sparse_ridge, _simulated(*RIDGES)),
-    "targets": Table(targets, ("targets",)),
     "published-steps": Table(published_steps, ("published_steps",)),
     "sensitivity": Table(sensitivity, ("sensitivity",)),
     "one-result": Table(real_tables.one_result, (real_tables.ROUNDS,)),
