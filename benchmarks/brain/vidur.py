@@ -98,6 +98,7 @@ def inside(num_instances: int, rate: float, seed: int) -> dict[str, Any]:
         for one in scenario.workload.requests():
             writer.writerow([DAY, one.arrival_s, one.input_tokens, one.output_tokens])
     use_our_times(scenario.profile.times, scenario.profile.spec.num_layers)
+    mend_restarts()
     simulator = importlib.import_module("vidur.simulator").Simulator(configured(scenario, trace))
     requests = [event._request for _, event in simulator._event_queue]
     simulator.run()
@@ -129,6 +130,19 @@ def use_our_times(times: StepTimes, num_layers: int) -> None:
     ours.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
     registry = predictors.ExecutionTimePredictorRegistry
     registry._registry[kinds.RANDOM_FORREST] = ours
+
+
+def mend_restarts() -> None:
+    """Vidur 0.0.26 forgets two fields of a preempted request, and stops at an assertion."""
+    request = importlib.import_module("vidur.entities").Request
+    restart = request.restart
+
+    def mended(self: Any) -> None:
+        restart(self)
+        self._num_stage_processed_tokens = 0
+        self._is_prefill_stage_complete = False
+
+    request.restart = mended
 
 
 def configured(scenario: Scenario, trace: Path) -> Any:

@@ -1,5 +1,6 @@
 """What the demo's two runs showed: one sentence, and a chart for the terminal."""
 
+import os
 from collections.abc import Sequence
 
 from rich.bar import Bar
@@ -10,6 +11,8 @@ from kunserve_lab.compare.results import RunResult
 
 HELPS = 1.2
 """Times lower that the wait must be for the sentence to say that dropping helped."""
+BUSY = 0.75
+"""Of a core each, beside what the demo itself did before: more is said."""
 _MOST_ROWS = 20
 _BAR_WIDTH = 24
 _COLOURS = ("red", "blue", "green")
@@ -33,7 +36,19 @@ def sentence(rival: RunResult, ours: RunResult) -> str:
     text += f"their memory took KV cache{', and they came back' if ours.num_restores else ''}. "
     if gain < HELPS:
         text += "Here that changed little; another --rate may show more. "
-    return f"{text}Tokens came every {paces_ms[1]:.0f} ms instead of {paces_ms[0]:.0f} ms."
+    text += f"Tokens came every {paces_ms[1]:.0f} ms instead of {paces_ms[0]:.0f} ms."
+    return f"{text}{_other_work(rival)}"
+
+
+def _other_work(first: RunResult) -> str:
+    """That the machine was busy when the first run began, if it was: ratios waver with it."""
+    cpus = os.cpu_count() or 1
+    if first.load_average is None or first.load_average[0] <= cpus * BUSY:
+        return ""
+    return (
+        f" Other work had a load average of {first.load_average[0]:.1f} on {cpus} cores, and is in "
+        "these waits: only a quiet machine, or --rounds 3, gives a steady ratio."
+    )
 
 
 def chart(arrival_s: Sequence[float], runs: Sequence[RunResult]) -> Table:

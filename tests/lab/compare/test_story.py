@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import os
 
 from rich.console import Console
 
@@ -34,6 +35,14 @@ def test_a_burst_that_was_not() -> None:
     nothing = told(12.1, num_drops=0)
     assert nothing.endswith("so nothing was dropped (try a higher --rate).")
     assert "shorter" not in nothing
+
+
+def test_other_work_on_the_machine_is_said() -> None:
+    rival, ours = result("recompute", [12.1] * 93), result("drop", [2.7] * 93)
+    ours = dataclasses.replace(ours, num_drops=1)
+    for load, is_said in ((0.1, False), (4.0 * (os.cpu_count() or 1), True)):
+        busy = dataclasses.replace(rival, load_average=(load, 3.0))
+        assert ("quiet machine" in sentence(busy, ours)) == is_said
 
 
 def drawn(*runs: RunResult) -> list[str]:
