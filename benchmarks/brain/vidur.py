@@ -188,9 +188,10 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     if options.vidur is None:
         parser.error("name the environment of Vidur")
+    from benchmarks.paper.simulated_code import code
     from benchmarks.report import Report
 
-    with Report("vidur", system=SYSTEM, rate=options.rate) as report:
+    with Report("vidur", code(), system=SYSTEM, rate=options.rate) as report:
         for num_instances in (1, 4):
             for seed in range(options.seeds):
                 rate = options.rate * num_instances
