@@ -85,10 +85,11 @@ def _arrivals(changes: Sequence[Change], start_s: float, rng: np.random.Generato
     came, one after the other, in the time between its first two readings.
     """
     moments: list[float] = []
+    owed = 0
     for place, change in enumerate(changes):
-        number = change.num_arrived
-        if place == 0:
-            number += round(change.before.num_inside)
+        owed += change.more + (round(change.before.num_inside) if place == 0 else 0)
+        number = max(0, owed)
+        owed -= number
         begin_s = change.before.time_s - start_s
         drawn = begin_s + change.elapsed_s * rng.random(number)
         moments += np.maximum(0.0, drawn).tolist()

@@ -31,10 +31,17 @@ class Change:
         return max(1e-3, self.after.time_s - self.before.time_s)
 
     @property
-    def num_arrived(self) -> int:
-        """Requests that came: those that ended, and those that are there more."""
+    def more(self) -> int:
+        """Requests that are there more, and those that ended. A page whose gauges are older than
+        its counters makes it too large, and that of the next change too small, even below 0.
+        """
         inside = self.after.num_inside - (0.0 if self.began_anew else self.before.num_inside)
-        return max(0, round(inside + self.amounts.get("finished", 0.0)))
+        return round(inside + self.amounts.get("finished", 0.0))
+
+    @property
+    def num_arrived(self) -> int:
+        """Requests that came, about; exact in the sum of many (`more`)."""
+        return max(0, self.more)
 
     def rate(self, counter: str) -> float:
         """Of a counter, per second."""

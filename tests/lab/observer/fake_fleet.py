@@ -142,9 +142,9 @@ def fleet(
     height: float,
     *,
     num: int = 2,
-    blocks: int = 1500,
-    tokens: tuple[int, int] = (1500, 300),
-    burst_s: float = 25.0,
+    blocks: int = 900,
+    tokens: tuple[int, int] = (1000, 150),
+    burst_s: float = 15.0,
 ) -> FakeFleet:
     """Replicas on an A800 each, under a burst of ``height`` times what their memory sustains."""
     profile = gpu_profile(find_model(MODEL), find_device("a800"), block_size=16)
@@ -152,7 +152,7 @@ def fleet(
     lengths = _lengths(*tokens, 4000)
     able = capacity(_scenario(profile, num, Workload((0.0,) * len(lengths), lengths, "once")))
     full = able.full_rate * num
-    arrivals = burst_arrivals(0.5 * full, height * full, 30.0, burst_s, 25.0, 1)
+    arrivals = burst_arrivals(0.5 * full, height * full, 15.0, burst_s, 10.0, 1)
     scenario = _scenario(
         profile, num, Workload(arrivals, lengths.take(len(arrivals)), "Poisson with a burst")
     )

@@ -109,6 +109,18 @@ def test_a_change_counts_those_who_came() -> None:
     assert not change.began_anew
 
 
+def test_those_who_came_are_exact_in_the_sum() -> None:
+    """The gauge of the second page is older than its counters: nobody is counted twice."""
+    inside, finished = (4.0, 4.0, 3.0, 3.0), (10.0, 12.0, 12.0, 13.0)
+    readings = [
+        reading(float(at), num_running=num, counters={"finished": done})
+        for at, (num, done) in enumerate(zip(inside, finished, strict=True))
+    ]
+    changes = changes_in(readings)
+    assert [change.more for change in changes] == [2, -1, 1]
+    assert [change.num_arrived for change in changes] == [2, 0, 1]
+
+
 def test_a_server_that_began_anew_counts_from_nothing() -> None:
     before = reading(0.0, num_running=40.0, counters={"finished": 1000.0, "prompt_tokens": 9e5})
     after = reading(1.0, num_running=2.0, counters={"finished": 1.0, "prompt_tokens": 30.0})
