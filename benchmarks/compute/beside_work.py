@@ -22,7 +22,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.report import Report
+from benchmarks.report import Report, Setting
 from benchmarks.serving.peers import Server, say, vllm
 from kunserve_lab.bench.server_process import ServerProcess, free_ports, unwinding_on_sigterm
 
@@ -137,7 +137,7 @@ def main() -> None:
     medians = {key: statistics.median(speeds) for key, speeds in found.items()}
     with Report("beside_work", loops=args.loops, rounds=args.rounds) as report:
         for (layout, name, state, streams), speed in medians.items():
-            case = {"layout": layout, "state": state, "streams": streams}
+            case: dict[str, Setting] = {"layout": layout, "state": state, "streams": streams}
             report.add("speed", speed, "tokens/s", server=name, **case)
             alone = medians[layout, name, "alone", streams]
             report.add("of alone", speed / alone, "x", server=name, **case)

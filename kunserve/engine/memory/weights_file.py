@@ -102,7 +102,7 @@ class WeightsFile:
         try:
             os.ftruncate(self._fd, HUGE_PAGE_BYTES + num_bytes)
             if huge:
-                fill(self._fd, HUGE_PAGE_BYTES, num_bytes)
+                fill(self._fd, HUGE_PAGE_BYTES, num_bytes, first_bytes=num_bytes)
             os.posix_fallocate(self._fd, HUGE_PAGE_BYTES, num_bytes)
         except OSError as error:
             raise TooLittleMemory(
