@@ -3,7 +3,7 @@
 python -m tests.running.planted_faults [PART_OF_A_FILE_NAME ...]
 
 For each fault of ``planted_faults.toml`` the tests run that ``pytest --changed`` would choose: the
-nearest first, what takes long last, until one fails.
+nearest by name and folder first, what takes long last, until one fails.
 """
 
 import os
@@ -68,9 +68,11 @@ def find(folder: Path, fault: dict[str, str], tests: list[str], broken: set[str]
 
 
 def in_turn(file: str, tests: set[str]) -> list[list[str]]:
+    """Those that are named like the file come first: they find most faults in seconds."""
     beside = f"tests/unit/{file.split('/')[1]}/"
     turns = [(beside,), ("tests/unit",), ("tests/property", "tests/parity", "tests/golden"), LATER]
-    found = []
+    found = [sorted(test for test in tests if Path(file).stem in Path(test).name)]
+    tests = tests.difference(found[0])
     for folders in turns:
         found.append(sorted(test for test in tests if test.startswith(folders)))
         tests = tests.difference(found[-1])
