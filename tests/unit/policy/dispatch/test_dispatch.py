@@ -73,6 +73,13 @@ def test_where_requests_wait_for_compute_none_is_sent_while_another_group_is_ope
     assert choose_group(groups, 10) == 2
 
 
+def test_where_all_queue_what_a_group_saves_is_taken_from_its_need():
+    groups = [view(1, 90, queue=(30, 30)), view(2, 90, queue=(30, 36))]
+    assert choose_group(groups, 20) == 1
+    assert choose_group(groups, 20, {GroupId(2): 12}) == 2
+    assert choose_group(groups, 20, {GroupId(2): 4}) == 1
+
+
 def shed(num_reqs: int, num_tokens: int, request_tokens: int = 50, **known: object) -> Shed | None:
     """Of two groups: one that has reported, and one that has just been sent two requests."""
     num_unreported = min(2, num_reqs)

@@ -2,7 +2,13 @@ from dataclasses import replace
 
 from kunserve.core.ids import GroupId
 from kunserve.core.load import GroupLoad, LoadReport
-from kunserve.policy.dispatch.redispatch import MAX_RECALLED, Recall, plan_recalls, spare_blocks
+from kunserve.policy.dispatch.redispatch import (
+    MAX_RECALLED,
+    Recall,
+    may_leave,
+    plan_recalls,
+    spare_blocks,
+)
 
 STEP_TOKENS = 512
 
@@ -84,3 +90,10 @@ def test_spare_memory_is_counted_in_requests_that_start_there() -> None:
     assert spare_blocks(groups, 30) == 90 + 30, "95 and 35 blocks; nobody waits there"
     assert spare_blocks(groups, 0) == 95 + 35
     assert spare_blocks(groups, 200) == 0
+
+
+def test_who_is_saved_no_more_than_waits_may_leave() -> None:
+    busy = replace(group(1, 10, (2, 2)).report, waiting_tokens=100)
+    assert may_leave(GroupLoad(busy, 100), 100) and not may_leave(GroupLoad(busy, 100), 101)
+    full = replace(group(1, 95, (20,)).report, waiting_tokens=100)
+    assert may_leave(GroupLoad(full, 100), 101), "memory is what it waits for"

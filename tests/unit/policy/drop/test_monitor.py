@@ -9,6 +9,7 @@ from kunserve.core.load import GroupLoad, LeaderTotals, LoadReport
 from kunserve.policy.drop.monitor import (
     ClusterLoadView,
     Excuse,
+    GroupTrend,
     MonitorState,
     Overloaded,
     Relaxed,
@@ -71,6 +72,18 @@ def test_a_shortage_is_seen_with_the_first_report_that_shows_it():
         waiting_blocks=87,
         largest_waiting_blocks=20,
     )
+
+
+def test_the_wait_for_memory_is_that_of_the_slowest_group():
+    short = waiting(replace(IDLE, used_blocks=95), 25)
+    groups = tuple(load_of(replace(short, group_id=GroupId(i))) for i in (1, 2))
+    trends = {
+        GroupId(i): GroupTrend(1, 0.0, 95, 0, 0, release_rate, False, None)
+        for i, release_rate in ((1, 2.0), (2, 4.0))
+    }
+    _, verdict = observe(MonitorState(trends), ClusterLoadView(groups, 16), 0.1, CONFIG)
+    assert verdict.overloaded is not None
+    assert verdict.overloaded.wait_s == 20 / 2.0
 
 
 def test_what_was_sent_and_not_reported_is_required_too():
