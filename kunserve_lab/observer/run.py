@@ -17,7 +17,7 @@ from kunserve_lab.observer.episodes.episode import Episode
 from kunserve_lab.observer.episodes.what_if import Judged
 from kunserve_lab.observer.fleet import Made
 from kunserve_lab.observer.output.endpoint import Endpoint
-from kunserve_lab.observer.output.report import report_html, write_report
+from kunserve_lab.observer.output.report import report_html, summary, write_report
 from kunserve_lab.observer.output.show import Shower, shower_of
 from kunserve_lab.observer.readings.page import Reading
 from kunserve_lab.observer.readings.prometheus import read_prometheus, seconds_of
@@ -89,7 +89,7 @@ class Observer:
             self._replay(readings, period_s)
         finally:
             self._shower.close()
-        self._write_report()
+        self._conclude()
 
     def _replay(self, readings: Sequence[Reading], period_s: float) -> None:
         for group in by_moment(readings, period_s):
@@ -130,7 +130,7 @@ class Observer:
                     await self._endpoint.stop()
                 if recorder is not None:
                     recorder.close()
-        self._write_report()
+        self._conclude()
 
     async def _look_on(
         self, scraper: Scraper, judging: Judging, recorder: Recorder | None, stop: asyncio.Event
@@ -143,7 +143,7 @@ class Observer:
             if recorder is not None and readings:
                 recorder.write(readings)
             view, episode = session.feed(readings, time.time())
-            self._shower.show(view, scraper.errors)
+            self._shower.show(view, scraper.errors | session.refused)
             if self._endpoint is not None:
                 self._endpoint.show(view)
             self._give(judging, episode)
@@ -174,11 +174,14 @@ class Observer:
         if self._endpoint is not None:
             self._endpoint.metrics.tell(judged)
 
-    def _write_report(self) -> None:
+    def _conclude(self) -> None:
+        """The whole time in a sentence, and the report."""
+        history = tuple(self._session.history)
+        if not self.settings.as_json:
+            print(summary(history, self.judged))
         if self.settings.report is None:
             return
         try:
-            history = tuple(self._session.history)
             write_report(self.settings.report, history, self.judged, self._conditions())
         except OSError as error:
             raise ConfigError(f"--report {self.settings.report}: {error.strerror}") from None
