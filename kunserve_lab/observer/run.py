@@ -6,8 +6,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 
@@ -15,7 +13,6 @@ from kunserve.core.errors import ConfigError
 from kunserve_lab.observer.episodes.aside import Judging, judge_here
 from kunserve_lab.observer.episodes.episode import Episode
 from kunserve_lab.observer.episodes.what_if import Judged
-from kunserve_lab.observer.fleet import Made
 from kunserve_lab.observer.output.endpoint import Endpoint
 from kunserve_lab.observer.output.report import report_html, summary, write_report
 from kunserve_lab.observer.output.show import Shower, shower_of
@@ -24,34 +21,12 @@ from kunserve_lab.observer.readings.prometheus import read_prometheus, seconds_o
 from kunserve_lab.observer.readings.record import Recorder, by_moment, read_record, usual_period_s
 from kunserve_lab.observer.readings.scrape import Scraper
 from kunserve_lab.observer.session import Session
+from kunserve_lab.observer.settings import Settings
 
 FIRST_S = 15.0
 """In which the first server must have answered."""
 MOST_EPISODES = 500
 """That a report tells of; of more, the newest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the command line asks for."""
-
-    made: Made = field(default_factory=Made)
-    urls: tuple[str, ...] = ()
-    file: Path | None = None
-    """A record, instead of servers."""
-    prometheus: str | None = None
-    since: str = "24h"
-    step_s: float = 15.0
-    selector: str = ""
-    period_s: float = 1.0
-    duration_s: float | None = None
-    """Of watching; None: until it is told to stop."""
-    api_key: str | None = None
-    host: str = "127.0.0.1"
-    port: int | None = None
-    record: Path | None = None
-    report: Path | None = None
-    as_json: bool = False
 
 
 class Observer:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from kunserve.core.errors import ConfigError
 from kunserve_lab.observer.episodes.episode import Episode, Episodes
-from kunserve_lab.observer.fleet import Factors, Made, corrected, fit_factors, preset_of
+from kunserve_lab.observer.fleet import Factors, corrected, fit_factors, preset_of
 from kunserve_lab.observer.readings.change import Change, change_of
 from kunserve_lab.observer.readings.histogram import Histogram, merged
 from kunserve_lab.observer.readings.page import Reading
+from kunserve_lab.observer.settings import Made
 from kunserve_lab.observer.watch import FleetView, Watch
 from kunserve_lab.sim.profile import InstanceProfile
 

@@ -24,9 +24,9 @@ from kunserve_lab.observer.episodes.what_if import (
     Judged,
     judge,
 )
-from kunserve_lab.observer.fleet import Made
 from kunserve_lab.observer.output.report import report_html
 from kunserve_lab.observer.session import Session
+from kunserve_lab.observer.settings import Made
 from tests.lab.observer.fake_fleet import START_S, FakeFleet, fleet
 
 

@@ -18,13 +18,13 @@ from kunserve_lab.observer.command import observe_command
 from kunserve_lab.observer.episodes.aside import Judging, Work, judge_aside
 from kunserve_lab.observer.episodes.episode import Episodes
 from kunserve_lab.observer.episodes.what_if import Judged, measured_of
-from kunserve_lab.observer.fleet import Made
 from kunserve_lab.observer.output.show import JsonLines, LiveTable, PlainLines
 from kunserve_lab.observer.readings.page import parse_page
 from kunserve_lab.observer.readings.prometheus import read_prometheus, seconds_of
 from kunserve_lab.observer.readings.record import Recorder, by_moment, read_record
-from kunserve_lab.observer.run import Observer, Settings
+from kunserve_lab.observer.run import Observer
 from kunserve_lab.observer.session import Session
+from kunserve_lab.observer.settings import Made, Settings
 from tests.lab.observer.fake_servers import FakeServers
 from tests.lab.observer.pages import SGLANG, VLLM, reading
 
