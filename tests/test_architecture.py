@@ -32,6 +32,7 @@ IMPORTS_LATE = {
     "kunserve_lab/bench/run.py",
     "kunserve_lab/compare/compare_command.py",
     "kunserve_lab/compare/simulate_command.py",
+    "kunserve_lab/observer/command.py",
     "kunserve/server/start/command.py",
     "kunserve/server/start/launch.py",
     "kunserve/server/start/launch_parts.py",

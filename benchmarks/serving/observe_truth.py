@@ -36,8 +36,8 @@ from kunserve_lab.compare.settings import WorkloadSettings, workload_of
 from kunserve_lab.observer.episodes.episode import CALM_S
 from kunserve_lab.observer.episodes.story import comparison, sentence
 from kunserve_lab.observer.episodes.what_if import AS_IT_RAN, DROP, LEAST_LOAD, Judged
-from kunserve_lab.observer.fleet import Made
-from kunserve_lab.observer.run import Observer, Settings
+from kunserve_lab.observer.run import Observer
+from kunserve_lab.observer.settings import Made, Settings
 from kunserve_lab.workload.workload import Workload
 
 ROOT = Path(__file__).parents[2]

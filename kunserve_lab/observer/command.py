@@ -6,11 +6,10 @@ from typing import Any
 
 import click
 
-from kunserve.core.errors import ConfigError, KunServeError
+from kunserve.core.errors import KunServeError
 from kunserve.server.start.flags.grouped import GroupedCommand
 from kunserve_lab.bench.flag_groups import option
-from kunserve_lab.observer.fleet import Made
-from kunserve_lab.observer.run import Observer, Settings
+from kunserve_lab.observer.settings import Made, settings_of
 
 _MADE = Made()
 _fleet, _source = option("Fleet", _MADE), option("Source")
@@ -88,6 +87,8 @@ def observe_command(**flags: Any) -> None:
     shown live; after each burst it says whether memory or compute was short, and what drops,
     least-load dispatch, fp8 KV and waking a sleeping replica would each have made of it.
     """
+    from kunserve_lab.observer.run import Observer
+
     try:
         settings = settings_of(flags)
         observer = Observer(settings)
@@ -97,20 +98,3 @@ def observe_command(**flags: Any) -> None:
             observer.replay()
     except KunServeError as error:
         raise click.ClickException(str(error)) from None
-
-
-def settings_of(flags: dict[str, Any]) -> Settings:
-    """From the command line. Raises ConfigError."""
-    urls = tuple(url.strip() for url in flags["urls"].split(",") if url.strip())
-    sources = [bool(urls), flags["file"] is not None, flags["prometheus"] is not None]
-    if sum(sources) != 1:
-        raise ConfigError("say what to observe: one of --urls, --from and --prometheus")
-    for url in urls:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--urls: {url!r} must begin with http:// or https://")
-    if len(set(urls)) < len(urls):
-        raise ConfigError("--urls names a server twice")
-    made_of = Made.__dataclass_fields__
-    made = Made(**{name: flags[name] for name in made_of})
-    rest = {name: flags[name] for name in Settings.__dataclass_fields__ if name in flags}
-    return Settings(**rest | {"made": made, "urls": urls})

@@ -16,6 +16,7 @@ from kunserve.model.profile import read_profile
 from kunserve.model.source import resolve_model
 from kunserve_lab.observer.readings.change import Change, together
 from kunserve_lab.observer.readings.page import Reading
+from kunserve_lab.observer.settings import Made
 from kunserve_lab.sim.costs import cpu_profile
 from kunserve_lab.sim.devices import find_device
 from kunserve_lab.sim.models import SimModel, find_model, from_spec
@@ -29,20 +30,6 @@ PRIOR_WEIGHT = 0.1
 """Of the one common factor, against all windows, where two factors are sought."""
 LEAST_FACTOR, MOST_FACTOR = 0.02, 50.0
 _NOBODY = RequestId("nobody")
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What the command line says of the replicas."""
-
-    model: str | None = None
-    """None: as the servers call it."""
-    device: str = "a100"
-    gpus_per_instance: int | None = None
-    profile: Path | None = None
-    """A file of ``kunserve profile``, for replicas on CPUs."""
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
 
 
 @dataclass(frozen=True, slots=True)

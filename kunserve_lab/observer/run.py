@@ -6,8 +6,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
 
@@ -15,43 +13,20 @@ from kunserve.core.errors import ConfigError
 from kunserve_lab.observer.episodes.aside import Judging, judge_here
 from kunserve_lab.observer.episodes.episode import Episode
 from kunserve_lab.observer.episodes.what_if import Judged
-from kunserve_lab.observer.fleet import Made
 from kunserve_lab.observer.output.endpoint import Endpoint
-from kunserve_lab.observer.output.report import report_html, write_report
+from kunserve_lab.observer.output.report import report_html, summary, write_report
 from kunserve_lab.observer.output.show import Shower, shower_of
 from kunserve_lab.observer.readings.page import Reading
 from kunserve_lab.observer.readings.prometheus import read_prometheus, seconds_of
 from kunserve_lab.observer.readings.record import Recorder, by_moment, read_record, usual_period_s
 from kunserve_lab.observer.readings.scrape import Scraper
 from kunserve_lab.observer.session import Session
+from kunserve_lab.observer.settings import Settings
 
 FIRST_S = 15.0
 """In which the first server must have answered."""
 MOST_EPISODES = 500
 """That a report tells of; of more, the newest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the command line asks for."""
-
-    made: Made = field(default_factory=Made)
-    urls: tuple[str, ...] = ()
-    file: Path | None = None
-    """A record, instead of servers."""
-    prometheus: str | None = None
-    since: str = "24h"
-    step_s: float = 15.0
-    selector: str = ""
-    period_s: float = 1.0
-    duration_s: float | None = None
-    """Of watching; None: until it is told to stop."""
-    api_key: str | None = None
-    host: str = "127.0.0.1"
-    port: int | None = None
-    record: Path | None = None
-    report: Path | None = None
-    as_json: bool = False
 
 
 class Observer:
@@ -89,7 +64,7 @@ class Observer:
             self._replay(readings, period_s)
         finally:
             self._shower.close()
-        self._write_report()
+        self._conclude()
 
     def _replay(self, readings: Sequence[Reading], period_s: float) -> None:
         for group in by_moment(readings, period_s):
@@ -130,7 +105,7 @@ class Observer:
                     await self._endpoint.stop()
                 if recorder is not None:
                     recorder.close()
-        self._write_report()
+        self._conclude()
 
     async def _look_on(
         self, scraper: Scraper, judging: Judging, recorder: Recorder | None, stop: asyncio.Event
@@ -143,7 +118,7 @@ class Observer:
             if recorder is not None and readings:
                 recorder.write(readings)
             view, episode = session.feed(readings, time.time())
-            self._shower.show(view, scraper.errors)
+            self._shower.show(view, scraper.errors | session.refused)
             if self._endpoint is not None:
                 self._endpoint.show(view)
             self._give(judging, episode)
@@ -174,11 +149,14 @@ class Observer:
         if self._endpoint is not None:
             self._endpoint.metrics.tell(judged)
 
-    def _write_report(self) -> None:
+    def _conclude(self) -> None:
+        """The whole time in a sentence, and the report."""
+        history = tuple(self._session.history)
+        if not self.settings.as_json:
+            print(summary(history, self.judged))
         if self.settings.report is None:
             return
         try:
-            history = tuple(self._session.history)
             write_report(self.settings.report, history, self.judged, self._conditions())
         except OSError as error:
             raise ConfigError(f"--report {self.settings.report}: {error.strerror}") from None

@@ -4,11 +4,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kunserve.core.errors import ConfigError
 from kunserve_lab.observer.episodes.episode import Episode, Episodes
-from kunserve_lab.observer.fleet import Factors, Made, corrected, fit_factors, preset_of
+from kunserve_lab.observer.fleet import Factors, corrected, fit_factors, preset_of
 from kunserve_lab.observer.readings.change import Change, change_of
 from kunserve_lab.observer.readings.histogram import Histogram, merged
 from kunserve_lab.observer.readings.page import Reading
+from kunserve_lab.observer.settings import Made
 from kunserve_lab.observer.watch import FleetView, Watch
 from kunserve_lab.sim.profile import InstanceProfile
 
@@ -38,6 +40,8 @@ class Session:
         self.period_s = period_s
         self.history: list[Point] = []
         self.factors = Factors()
+        self.refused: dict[str, str] = {}
+        """Replicas that are not watched beside the others, and why."""
         self._presets: dict[str, InstanceProfile] = {}
         self._last: dict[str, Reading] = {}
         self._changes: deque[Change] = deque(maxlen=MOST_CHANGES)
@@ -90,13 +94,32 @@ class Session:
         before = self._last.get(name)
         if before is not None and reading.time_s <= before.time_s:
             return ()
-        if before is None or before.capacity_blocks != reading.capacity_blocks:
-            self._presets[name] = preset_of(self.made, reading)
-            self._watch.add(name, corrected(self._presets[name], self.factors))
+        is_new = before is None or before.capacity_blocks != reading.capacity_blocks
+        if is_new and not self._know(reading):
+            return ()
         self._last[name] = reading
         change = None if before is None else change_of(before, reading)
         self._watch.take(reading, change)
         return () if change is None else (change,)
+
+    def _know(self, reading: Reading) -> bool:
+        """Whether the replica can be watched. Raises ConfigError if there is no other."""
+        name, models = reading.replica, {one.model for one in self._last.values()}
+        try:
+            if self.made.model is None and not models <= {reading.model}:
+                raise ConfigError(
+                    f"{name} serves {reading.model}, others {', '.join(models)}: observe each "
+                    "model by itself, or give --model if it is the same one"
+                )
+            self._presets[name] = preset_of(self.made, reading)
+        except ConfigError as error:
+            if not models:
+                raise
+            self.refused[name] = str(error)
+            return False
+        self.refused.pop(name, None)
+        self._watch.add(name, corrected(self._presets[name], self.factors))
+        return True
 
     def _refit(self, now_s: float) -> None:
         if self._fitted_s is not None and now_s - self._fitted_s < REFIT_S:

@@ -169,6 +169,7 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     "pip install 'kunserve[bench]'": INSTALLS,
     "python -m benchmarks.serving.observe_truth": Elsewhere("goes on for minutes"),
     "kunserve simulate --list": Alone("Qwen/Qwen2.5-14B"),
+    "kunserve observe --urls ...": OF_A_FLEET,
     "kunserve observe --urls http://a:8000,http://b:8000 --record fleet.jsonl": OF_A_FLEET,
     "kunserve observe --from fleet.jsonl --device h200 --report h200.html": OF_A_FLEET,
     # docs/offline.md

@@ -9,7 +9,8 @@ from multiprocessing.connection import Connection
 
 from kunserve_lab.observer.episodes.episode import Episode
 from kunserve_lab.observer.episodes.what_if import Judged, judge, measured_of
-from kunserve_lab.observer.fleet import Factors, Made
+from kunserve_lab.observer.fleet import Factors
+from kunserve_lab.observer.settings import Made
 from kunserve_lab.sim.profile import InstanceProfile
 
 DEADLINE_S = 300.0

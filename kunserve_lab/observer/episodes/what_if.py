@@ -20,8 +20,9 @@ from kunserve_lab.compare.simulated.simulation import SimResult, simulate
 from kunserve_lab.compare.systems import SYSTEMS
 from kunserve_lab.observer.episodes.episode import Episode
 from kunserve_lab.observer.episodes.rebuild import Rebuilt, rebuild
-from kunserve_lab.observer.fleet import Factors, Made, with_memory
+from kunserve_lab.observer.fleet import Factors, with_memory
 from kunserve_lab.observer.readings.change import together
+from kunserve_lab.observer.settings import Made
 from kunserve_lab.sim.by_time import WorldConfig
 from kunserve_lab.sim.costs import profile_times
 from kunserve_lab.sim.profile import InstanceProfile

@@ -63,18 +63,19 @@ def summary(points: Sequence[Point], judged: Sequence[Judged]) -> str:
     begin_s, end_s = points[0].view.time_s, points[-1].view.time_s
     num = {cause: sum(cause_of(one) is cause for one in judged) for cause in Cause}
     told = {
-        Cause.MEMORY: "were short of memory, and a drop would have helped",
-        Cause.TOO_MUCH: "were short of memory beyond what a drop frees",
-        Cause.DISPATCH: "had an uneven load",
-        Cause.COMPUTE: "were short of compute: more replicas, not drops",
-        Cause.UNKNOWN: "could not be simulated",
+        Cause.MEMORY: "short of memory, and a drop would have helped",
+        Cause.TOO_MUCH: "short of memory beyond what a drop frees",
+        Cause.DISPATCH: "of an uneven load",
+        Cause.COMPUTE: "short of compute: more replicas, not drops",
+        Cause.UNKNOWN: "not simulated",
     }
     causes = "; ".join(f"{num[cause]} {text}" for cause, text in told.items() if num[cause])
-    drops = points[-1].view.drops
+    drops, number = points[-1].view.drops, len(judged) or "no"
+    was = f"{number} burst{' was' if number == 1 else 's were'} too much for a replica"
     return (
-        f"{_day(begin_s)} to {_day(end_s)}: {len(judged)} bursts were too much for a replica"
-        f"{': ' + causes if causes else ''}. The controller would have dropped {drops.num_drops} "
-        f"times, and saved {drops.wait_s:.0f} s of waiting over all requests."
+        f"{_day(begin_s)} to {_day(end_s)}: {was}{': ' + causes if causes else ''}. The controller "
+        f"would have dropped {drops.num_drops} times, and saved {drops.wait_s:.0f} s of waiting "
+        "over all requests."
     )
 
 

@@ -24,9 +24,9 @@ from kunserve_lab.observer.episodes.what_if import (
     Judged,
     judge,
 )
-from kunserve_lab.observer.fleet import Made
 from kunserve_lab.observer.output.report import report_html
 from kunserve_lab.observer.session import Session
+from kunserve_lab.observer.settings import Made
 from tests.lab.observer.fake_fleet import START_S, FakeFleet, fleet
 
 
@@ -174,7 +174,7 @@ def test_the_report_opens_and_has_plots(short_of_memory: Watched, memory_judged:
         assert base64.b64decode(image.partition(",")[2]).startswith(b"\x89PNG")
     text = " ".join(seen.texts)
     assert sentence(memory_judged) in text
-    assert "1 were short of memory, and a drop would have helped" in text
+    assert "1 short of memory, and a drop would have helped" in text
     assert "a<b" in text
     for way in memory_judged.outcomes:
         assert way in text

@@ -18,13 +18,13 @@ from kunserve_lab.observer.command import observe_command
 from kunserve_lab.observer.episodes.aside import Judging, Work, judge_aside
 from kunserve_lab.observer.episodes.episode import Episodes
 from kunserve_lab.observer.episodes.what_if import Judged, measured_of
-from kunserve_lab.observer.fleet import Made
-from kunserve_lab.observer.output.show import JsonLines, PlainLines
+from kunserve_lab.observer.output.show import JsonLines, LiveTable, PlainLines
 from kunserve_lab.observer.readings.page import parse_page
 from kunserve_lab.observer.readings.prometheus import read_prometheus, seconds_of
 from kunserve_lab.observer.readings.record import Recorder, by_moment, read_record
-from kunserve_lab.observer.run import Observer, Settings
+from kunserve_lab.observer.run import Observer
 from kunserve_lab.observer.session import Session
+from kunserve_lab.observer.settings import Made, Settings
 from tests.lab.observer.fake_servers import FakeServers
 from tests.lab.observer.pages import SGLANG, VLLM, reading
 
@@ -208,6 +208,7 @@ def test_a_record_is_judged_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
     )
     assert result.exit_code == 0, result.output
     assert "memory was short on 1 of 2 replicas" in result.output
+    assert "1 burst was too much for a replica" in result.output
     assert "nobody simulated it" in report.read_text()
     assert "data:image/png;base64," in report.read_text()
 
@@ -246,6 +247,31 @@ def test_plain_lines_say_what_changed() -> None:
     assert "memory short on 1" in text
     assert "would drop groups=" in text
     assert len(text.splitlines()) < 20
+
+
+def test_the_table_has_a_row_for_each_replica() -> None:
+    out, session = io.StringIO(), Session(Made(device="a800"), 1.0)
+    table = LiveTable(out)
+    for group in by_moment(burst()[:100], 1.0):
+        table.show(session.feed(group, group[0].time_s)[0], {"c": "no server at c"})
+    episode = session.close()
+    assert episode is not None
+    table.tell(canned((episode, *session.make_of(episode), session.made)))
+    table.close()
+    text = out.getvalue()
+    assert "memory short" in text
+    assert "no server at c" in text
+    assert "nobody simulated it" in text
+
+
+def test_a_replica_of_another_model_is_told_and_left_out() -> None:
+    session = Session(Made(device="a800"), 1.0)
+    other = reading(1000.0, "b", model="meta-llama/Llama-3.1-8B")
+    view, _ = session.feed([reading(1000.0, "a"), other], 1000.0)
+    assert [one.name for one in view.replicas] == ["a"]
+    assert "observe each model by itself" in session.refused["b"]
+    with pytest.raises(ConfigError, match="--model"):
+        Session(Made(), 1.0).feed([reading(1000.0, "a", model="my-alias")], 1000.0)
 
 
 def test_a_fleet_from_prometheus(servers: FakeServers) -> None:
