@@ -250,8 +250,12 @@ def has_driver() -> bool:
 
 def write_report(out: Path) -> Path:
     """What all phases so far have found, as Markdown with charts."""
-    found = {name: one for name in PHASES if (one := known(name, out)) is not None}
-    return story.write_report(out, {name: phase.module for name, phase in PHASES.items()}, found)
+    modules = {name: phase.module for name, phase in PHASES.items()}
+    return story.write_report(out, modules, _found(out))
+
+
+def _found(out: Path) -> story.Found:
+    return {name: one for name in PHASES if (one := known(name, out)) is not None}
 
 
 def _is_done(leg: Leg, day: Day) -> bool:
@@ -338,6 +342,8 @@ def main() -> None:
             legs, within_s = list(call.legs), min(within_s, CALL_S - SETUP_S)
         all_done = run_legs(legs, day, within_s, options.again)
     print(write_report(options.out))
+    # What is printed last comes back first, whatever becomes of the files.
+    print("\n".join(story.in_short(_found(options.out), list(PHASES))), flush=True)
     sys.exit(not all_done)
 
 

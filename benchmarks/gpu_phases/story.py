@@ -55,6 +55,14 @@ HEADLINES = (
     Headline("P0", "bfloat16 product", "It multiplies at {} TFLOP/s in bfloat16."),
     Headline("P1", "commit a drop", "The commit of a drop takes {} ms at most."),
     Headline("P1", "prepare a drop", "What is mapped before it takes {} ms at most."),
+    Headline("P1", "wrong values of attention",
+             "Beside drops and restores, {} values of attention were wrong."),
+    Headline("P1", "queue of attention, alone", "A queue of attention takes {} ms alone,"),
+    Headline("P1", "queue of attention, beside a drop and a restore",
+             "and {} ms beside a drop and a restore."),
+    Headline("P4", "prepare a drop, most", "With graphs alive, preparing a drop takes {} ms,"),
+    Headline("P4", "commit a drop, most", "its commit {} ms,"),
+    Headline("P4", "unmap after a drop, all, most", "and unmapping what was left {} ms, at most."),
     Headline("P2", "attention", "The largest error of attention in float32 is {}.",
              where=(("dtype", "float32"),)),
     Headline("P3", "answers equal to those of transformers",
@@ -65,6 +73,8 @@ HEADLINES = (
     Headline("P3b", "answers equal to those of transformers",
              "With two ranks, {} answers through a drop and a restore equal transformers'."),
     Headline("P4", "recorded again", "After drops and restores, {} graphs were recorded again."),
+    Headline("P5", "step by graphs", "A step of one 7B token by graphs takes {} ms,", pick=min),
+    Headline("P5", "its layers on the device", "of it its layers {} ms.", pick=min),
     Headline("P5", "prompt speed", "Prompts reach {} TFLOP/s."),
     Headline("P5", "step reads", "Steps that decode read {} GB/s at best."),
     Headline("P5b", "attention reads", "Our attention of single tokens reads {} GB/s at best.",
@@ -125,7 +135,7 @@ def write_report(out: Path, phases: dict[str, str], found: Found) -> Path:
         one = found.get(name)
         outcome, seconds = (one["outcome"], one["seconds"]) if one else ("not run", "")
         lines.append(f"| {name} | {module} | {outcome} | {seconds} |")
-    lines += ["", *_in_short(found, list(phases))]
+    lines += ["", "## In short", "", *in_short(found, list(phases))]
     drawn = [(chart, _draw(chart, found, out)) for chart in CHARTS]
     for name, module in phases.items():
         if name in found:
@@ -136,8 +146,9 @@ def write_report(out: Path, phases: dict[str, str], found: Found) -> Path:
     return path
 
 
-def _in_short(found: Found, phases: Sequence[str]) -> list[str]:
-    lines = ["## In short", ""]
+def in_short(found: Found, phases: Sequence[str]) -> list[str]:
+    """A line for each headline, and for each phase or part that did not work."""
+    lines = []
     if any(one["device"] == "fake" for one in found.values()):
         lines += ["A rehearsal on a CPU: these figures say nothing about a GPU.", ""]
     for name in phases:
@@ -146,6 +157,10 @@ def _in_short(found: Found, phases: Sequence[str]) -> list[str]:
             continue
         if found[name]["outcome"] != DONE:
             lines.append(f"* {name}: {found[name]['outcome']}.")
+        for part, one in found[name].get("parts", {}).items():
+            if one["is"] != DONE:
+                why = str(one.get("why", "it did not end")).splitlines()[0]
+                lines.append(f"* {name}, {part}: {one['is']}: {why[:300]}")
         for headline in (one for one in HEADLINES if one.phase == name):
             values = [
                 figure["value"]
@@ -177,9 +192,6 @@ def _part(name: str, module: str, found: dict[str, Any], images: Sequence[str]) 
     ]
     if figures:
         lines += ["```text", "\n\n".join(tables_of(figures)), "```"]
-    for part, one in found.get("parts", {}).items():
-        if one["is"] != "done":
-            lines += ["", f"Part `{part}` is {one['is']}: {one.get('why', 'it did not end')}"]
     if found["log"]:
         lines += ["", "The end of its log:", "", "```text", *found["log"], "```"]
     return lines
