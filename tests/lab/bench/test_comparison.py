@@ -253,7 +253,9 @@ def test_what_a_server_is_started_with() -> None:
     assert flags[0] == "smollm2-135m" and "--no-lookahead" in flags
     assert flags[flags.index("--pipeline-parallel-size") + 1] == "2"
     assert flags[-4:] == ("--trace-out", "t.json", "--dtype", "float32")
-    assert "--pipeline-parallel-size" not in serve_arguments(find_system("drop"), setup, None)
+    dropping = serve_arguments(find_system("drop"), setup, None)
+    assert "--pipeline-parallel-size" not in dropping
+    assert dropping[dropping.index("--weights") + 1] == "private", "shared ones are not dropped"
 
 
 def test_endless_memory_is_a_multiple_of_the_others() -> None:
