@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kunserve.core.ids import InstanceId
-from kunserve.transport.wire.numbering import Incoming, Outgoing, read_stamp
+from kunserve.transport.wire.numbering import Incoming, Outgoing, Stamp, read_stamp
 
 PEER = InstanceId(1)
 HARMS = ("lose", "double", "overtake")
@@ -79,3 +79,13 @@ def test_a_word_lost_at_the_beginning_is_missed() -> None:
     outgoing = Outgoing()
     outgoing.next(PEER)
     assert Incoming().take(b"a", outgoing.next(PEER)) == "message 1 has come, but 0 was due"
+
+
+def test_what_comes_on_the_second_way_waits_for_all_before_it() -> None:
+    incoming, sender = Incoming(), b"one"
+    assert incoming.when_beside(sender, Stamp(2, 0)) == "later", "the first comes on the first way"
+    assert incoming.take(sender, Stamp(2, 0)) is None
+    assert incoming.when_beside(sender, Stamp(2, 1)) == "now"
+    assert incoming.when_beside(sender, Stamp(2, 2)) == "later"
+    assert incoming.when_beside(sender, Stamp(3, 0)) == "later"
+    assert incoming.when_beside(sender, Stamp(1, 9)) == "never"
