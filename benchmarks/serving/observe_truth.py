@@ -146,7 +146,9 @@ async def watched(
     stop = asyncio.Event()
     made = Made(MODEL, profile=options.profile, max_num_seqs=SEQS,
                 max_num_batched_tokens=STEP_TOKENS)  # fmt: skip
-    settings = Settings(made, tuple(urls), record=options.record, report=options.report)
+    settings = Settings(
+        made, tuple(urls), record=options.record, report=options.report, as_json=True
+    )  # standard output is for figures
     observer = Observer(settings, Quiet())
     watching = asyncio.create_task(observer.watch(stop))
     try:

@@ -74,7 +74,7 @@ def summary(points: Sequence[Point], judged: Sequence[Judged]) -> str:
     was = f"{number} burst{' was' if number == 1 else 's were'} too much for a replica"
     return (
         f"{_day(begin_s)} to {_day(end_s)}: {was}{': ' + causes if causes else ''}. The controller "
-        f"would have dropped {drops.num_drops} times, and saved {drops.wait_s:.0f} s of waiting "
+        f"would have made {drops.num_drops} drops, and saved {drops.wait_s:.0f} s of waiting "
         "over all requests."
     )
 
