@@ -6,7 +6,10 @@
 #define KEYS_PER_STEP (4 / (long)sizeof(elem))
 #ifdef KUN_BF16
 #define QUARTERS(i) i, i + 32, i + 1, i + 33, i + 2, i + 34, i + 3, i + 35
-#if defined(__AVX512BW__)
+#if PIECE < LANES
+INLINE pi low_words(pi a, pi b) { return (pi)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
+INLINE pi high_words(pi a, pi b) { return (pi)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
+#elif defined(__AVX512BW__)
 INLINE vi low_words(vi a, vi b) { return (vi)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
 INLINE vi high_words(vi a, vi b) { return (vi)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
 #elif defined(__clang__)
@@ -24,17 +27,19 @@ INLINE vi high_words(vi a, vi b) { return (vi)__builtin_shuffle((words)a, (words
 #endif
 #endif
 
-INLINE void value_lanes(vi *lanes, const char *values, const long stride, const int vectors) {
+INLINE void value_lanes(pi *lanes, const char *values, const long stride, const int vectors,
+                        const int piece) {
+  values += piece * PIECE * 4;
   UNROLL for (int j = 0; j < vectors; j += 2) {
 #ifdef KUN_BF16
-    vi even = *(const vi_u *)(values + j * 32);
-    vi odd = *(const vi_u *)(values + j * 32 + stride);
+    pi even = *(const pi_u *)(values + j * 32);
+    pi odd = *(const pi_u *)(values + j * 32 + stride);
     lanes[j] = low_words(even, odd);
     lanes[j + 1] = high_words(even, odd);
 #else
     (void)stride;
-    lanes[j] = *(const vi_u *)(values + j * 64);
-    lanes[j + 1] = *(const vi_u *)(values + j * 64 + 64);
+    lanes[j] = *(const pi_u *)(values + j * 64);
+    lanes[j + 1] = *(const pi_u *)(values + j * 64 + 64);
 #endif
   }
 }
@@ -57,71 +62,87 @@ static void pack_values(char *packed, const span_rows *values, const fetched_pai
   for (long i = 0; i < keys; i += KEYS_PER_STEP, packed += dim * 4) {
     const char *from = values->panels[i / PANEL] + i % PANEL * row_bytes;
     for (long d = 0; d < dim; d += 2 * LANES) {
-      vi lanes[2];
       fetch_lines(next[i / PANEL], i % PANEL * row_bytes + d * 4, 2);
-      value_lanes(lanes, from + d * (long)sizeof(elem), row_bytes, 2);
-      *(vi_u *)(packed + d * 4) = lanes[0];
-      *(vi_u *)(packed + (d + LANES) * 4) = lanes[1];
+      UNROLL for (int piece = 0; piece < PIECES; piece++) {
+        pi lanes[2];
+        value_lanes(lanes, from + d * (long)sizeof(elem), row_bytes, 2, piece);
+        *((pi_u *)(packed + d * 4) + piece) = lanes[0];
+        *((pi_u *)(packed + (d + LANES) * 4) + piece) = lanes[1];
+      }
     }
   }
 }
 
-/* acc = acc * rescale + weights x V, for `width` vectors of columns from d on. */
-INLINE void open_sums(const int rows, const int width, vf (*acc)[4], const attention_buffers *b,
-                      long row, long d, const long dim) {
+/* acc = acc * rescale + weights x V, for a piece of each of `width` vectors of columns from d on. */
+INLINE float *sums_at(const attention_buffers *b, long row, long d, const long dim, int piece) {
+  return b->seen.acc + row * dim + d + piece * PIECE;
+}
+INLINE void open_sums(const int rows, const int width, pf (*acc)[4], const attention_buffers *b,
+                      long row, long d, const long dim, const int piece) {
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < width; j++) {
-    acc[i][j] = load_f32(b->seen.acc + (row + i) * dim + d + j * LANES) * splat(b->rescale[row + i]);
+    const pf_u *at = (const pf_u *)(sums_at(b, row + i, d, dim, piece) + j * LANES);
+    acc[i][j] = *at * piece_splat(b->rescale[row + i]);
   }
 }
-INLINE void add_step(const int rows, const int width, vf (*acc)[4], const vi *v,
+INLINE void add_step(const int rows, const int width, pf (*acc)[4], const pi *v,
                      const elem *weights) {
   UNROLL for (int i = 0; i < rows; i++) {
-    vi p = spread_4_bytes(weights + i * SPAN);
-    UNROLL for (int j = 0; j < width; j++) acc[i][j] = dot(acc[i][j], v[j], p);
+    pi p = piece_spread(weights + i * SPAN);
+    UNROLL for (int j = 0; j < width; j++) acc[i][j] = NAME(piece_dot)(acc[i][j], v[j], p);
   }
 }
-INLINE void close_sums(const int rows, const int width, vf (*acc)[4], const attention_buffers *b,
-                       long row, long d, const long dim) {
+INLINE void close_sums(const int rows, const int width, pf (*acc)[4], const attention_buffers *b,
+                       long row, long d, const long dim, const int piece) {
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < width; j++) {
-    store_f32(b->seen.acc + (row + i) * dim + d + j * LANES, acc[i][j]);
+    *(pf_u *)(sums_at(b, row + i, d, dim, piece) + j * LANES) = acc[i][j];
   }
 }
 
 INLINE void packed_values_of(const int rows, const int width, const attention_buffers *b, long row,
                              long d, long dim, long keys) {
-  vf acc[TILE_ROWS][4];
-  const elem *weights = b->weights + row * SPAN;
-  open_sums(rows, width, acc, b, row, d, dim);
-  for (const char *at = b->values + d * 4; keys > 0; keys -= KEYS_PER_STEP, at += dim * 4) {
-    vi v[4];
-    UNROLL for (int j = 0; j < width; j++) v[j] = *(const vi_u *)(at + j * 64);
-    add_step(rows, width, acc, v, weights);
-    weights += KEYS_PER_STEP;
+  UNROLL for (int piece = 0; piece < PIECES; piece++) {
+    pf acc[TILE_ROWS][4];
+    const elem *weights = b->weights + row * SPAN;
+    const char *at = b->values + d * 4 + piece * PIECE * 4;
+    open_sums(rows, width, acc, b, row, d, dim, piece);
+    for (long left = keys; left > 0; left -= KEYS_PER_STEP, at += dim * 4) {
+      pi v[4];
+      UNROLL for (int j = 0; j < width; j++) v[j] = *(const pi_u *)(at + j * 64);
+      add_step(rows, width, acc, v, weights);
+      weights += KEYS_PER_STEP;
+    }
+    close_sums(rows, width, acc, b, row, d, dim, piece);
   }
-  close_sums(rows, width, acc, b, row, d, dim);
 }
 
 /* The same from V as it lies: what few rows read is not worth packing. */
-INLINE void direct_values_of(const int rows, const int width, const attention_buffers *b,
-                             const span_rows *values, const fetched_pair *next, long row, long d,
-                             const long dim, long keys) {
+INLINE void direct_piece_of(const int rows, const int width, const attention_buffers *b,
+                            const span_rows *values, const fetched_pair *next, long row, long d,
+                            const long dim, long keys, const int piece) {
   const long row_bytes = dim * (long)sizeof(elem);
-  vf acc[TILE_ROWS][4];
+  pf acc[TILE_ROWS][4];
   const elem *weights = b->weights + row * SPAN;
-  open_sums(rows, width, acc, b, row, d, dim);
+  open_sums(rows, width, acc, b, row, d, dim, piece);
   for (long i = 0; i < keys; i += PANEL) {
     const char *at = values->panels[i / PANEL] + d * (long)sizeof(elem);
     long fetched = d * (PANEL * (long)sizeof(elem));
     for (long k = 0; k < PANEL; k += KEYS_PER_STEP, at += KEYS_PER_STEP * row_bytes) {
-      vi v[4];
-      fetch_lines(next[i / PANEL], fetched, width);
+      pi v[4];
+      if (piece == 0) fetch_lines(next[i / PANEL], fetched, width);
       fetched += width * 64;
-      value_lanes(v, at, row_bytes, width);
+      value_lanes(v, at, row_bytes, width, piece);
       add_step(rows, width, acc, v, weights);
       weights += KEYS_PER_STEP;
     }
   }
-  close_sums(rows, width, acc, b, row, d, dim);
+  close_sums(rows, width, acc, b, row, d, dim, piece);
+}
+INLINE void direct_values_of(const int rows, const int width, const attention_buffers *b,
+                             const span_rows *values, const fetched_pair *next, long row, long d,
+                             const long dim, long keys) {
+  UNROLL for (int piece = 0; piece < PIECES; piece++) {
+    direct_piece_of(rows, width, b, values, next, row, d, dim, keys, piece);
+  }
 }
 
 #define PACKED_4(n) packed_values_of(n, 4, b, row, d, dim, keys)

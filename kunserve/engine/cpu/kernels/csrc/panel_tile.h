@@ -74,40 +74,54 @@ INLINE void open_page(const char *at) {
 }
 
 /* One slot of one step, of all rows: acc += w x. */
-INLINE void add_slot(const int rows, vf (*acc)[4], const int slot, vi w, const char *x,
+INLINE void add_slot(const int rows, pf (*acc)[4], const int slot, pi w, const char *x,
                      long x_stride) {
 #ifdef WIDENS_X /* the odd column first, as in `dot_bf16` */
-  vi odd = w & (int32_t)0xffff0000, even = w << 16;
+  pi odd = w & (int32_t)0xffff0000, even = w << 16;
   UNROLL for (int i = 0; i < rows; i++) {
-    acc[i][slot] = dot_f32(acc[i][slot], odd, spread_4_bytes(x + i * x_stride + 4));
+    acc[i][slot] = piece_dot_f32(acc[i][slot], odd, piece_spread(x + i * x_stride + 4));
   }
   UNROLL for (int i = 0; i < rows; i++) {
-    acc[i][slot] = dot_f32(acc[i][slot], even, spread_4_bytes(x + i * x_stride));
+    acc[i][slot] = piece_dot_f32(acc[i][slot], even, piece_spread(x + i * x_stride));
   }
 #else
   UNROLL for (int i = 0; i < rows; i++) {
-    acc[i][slot] = dot(acc[i][slot], w, spread_4_bytes(x + i * x_stride));
+    acc[i][slot] = NAME(piece_dot)(acc[i][slot], w, piece_spread(x + i * x_stride));
   }
 #endif
 }
 
-/* `lines` (a constant) of `next` are fetched in each step. */
-INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *panel,
-                          const char *x, long x_stride, long steps, const char *next) {
-  vf acc[PASS_ROWS][4];
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int c = 0; c < 4; c++) acc[i][c] = (vf){};
+/* `pieces` from the `first` on; `lines` (a constant) of `next` are fetched in each step of the very
+ * first. */
+INLINE void panel_pieces_of(const int rows, const int lines, vf *out, const char *panel,
+                            const char *x, long x_stride, long steps, const char *next,
+                            const int first, const int pieces) {
+  pf acc[PIECES][PASS_ROWS][4];
+  UNROLL for (int p = 0; p < pieces; p++) UNROLL for (int i = 0; i < rows; i++) {
+    UNROLL for (int c = 0; c < 4; c++) acc[p][i][c] = (pf){};
+  }
   for (long s = 0; s < steps; s++, panel += PANEL_STEP) {
-    if (lines == OPEN_PAGES) open_page(panel);
-    UNROLL for (int line = 0; line < lines; line++) {
+    if (lines == OPEN_PAGES && first == 0) open_page(panel);
+    UNROLL for (int line = 0; line < lines && first == 0; line++) {
       __builtin_prefetch(next + (s * lines + line) * 64, 0, 2);
     }
-    UNROLL for (int c = 0; c < 4; c++) {
-      vi w = *(const vi_u *)(panel + c * 64);
-      add_slot(rows, acc, c, w, x + s * FACTOR_STEP + c * (FACTOR_STEP / 4), x_stride);
+    UNROLL for (int c = 0; c < 4; c++) UNROLL for (int p = 0; p < pieces; p++) {
+      pi w = *(const pi_u *)(panel + c * 64 + (first + p) * PIECE * 4);
+      add_slot(rows, acc[p], c, w, x + s * FACTOR_STEP + c * (FACTOR_STEP / 4), x_stride);
     }
   }
-  UNROLL for (int i = 0; i < rows; i++) {
-    out[i] = (acc[i][0] + acc[i][2]) + (acc[i][1] + acc[i][3]);
+  UNROLL for (int p = 0; p < pieces; p++) UNROLL for (int i = 0; i < rows; i++) {
+    pf *sums = acc[p][i];
+    *piece_of(out + i, first + p) = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+  }
+}
+
+/* One row's sums fit the registers whole, and memory is read once. */
+INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *panel,
+                          const char *x, long x_stride, long steps, const char *next) {
+  const int pieces = rows == 1 ? PIECES : 1;
+  UNROLL for (int first = 0; first < PIECES; first += pieces) {
+    panel_pieces_of(rows, lines, out, panel, x, x_stride, steps, next, first, pieces);
   }
 }
 

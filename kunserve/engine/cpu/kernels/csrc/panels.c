@@ -2,6 +2,7 @@
 #include "panels.h"
 
 #include "api.h"
+#include "pieces.h"
 
 #define LINE 64       /* bytes of a cache line */
 #define SPLIT_BELOW 6 /* rows that have two sums each */
@@ -52,89 +53,90 @@ INLINE void go_to(const int format, block_place *place, long block, long blocks)
   }
 }
 
-INLINE vf halves_at(const char *p) { return widen_f16(*(const half_u *)p); }
-
 /* What a block's sums are multiplied with, and what is added per unit of x's sum. */
 typedef struct {
-  vf scale, low;
-  vi halves[2]; /* Q6_K: of each half of the block */
+  pf scale, low;
+  pi halves[2]; /* Q6_K: of each half of the block */
 } block_scales;
 
-INLINE block_scales scales_of(const int format, const char *panel, block_place place, long block) {
+INLINE block_scales scales_of(const int format, const char *panel, block_place place, long block,
+                              const int piece) {
   block_scales found = {};
   const char *line = panel + place.line + (format == KUN_Q4_1 ? 0 : block % 2 * 32);
   const char *big = panel + place.big + (format == KUN_Q6_K ? block / 8 % 2 * 32 : 0);
+  const char *half = line + piece * PIECE * 2, *byte = line + piece * PIECE;
+  big += piece * PIECE * 2;
   switch (format) {
     case KUN_Q8_0:
-    case KUN_Q4_0: found.scale = halves_at(line); break;
+    case KUN_Q4_0: found.scale = piece_f16(half); break;
     case KUN_Q4_1:
-      found.scale = halves_at(line);
-      found.low = halves_at(line + 32);
+      found.scale = piece_f16(half);
+      found.low = piece_f16(half + 32);
       break;
-    case KUN_INT8: found.scale = splat(1.0f); break;
+    case KUN_INT8: found.scale = piece_splat(1.0f); break;
     case KUN_Q4_K:
-      found.scale = halves_at(big) * to_float(widen_bytes((const uint8_t *)line));
-      found.low = -(halves_at(big + 32) * to_float(widen_bytes((const uint8_t *)line + 16)));
+      found.scale = piece_f16(big) * piece_to_float(piece_bytes((const uint8_t *)byte));
+      found.low = -(piece_f16(big + 32) * piece_to_float(piece_bytes((const uint8_t *)byte + 16)));
       break;
     case KUN_Q6_K:
-      found.scale = halves_at(big);
-      found.halves[0] = widen_signed((const int8_t *)line);
-      found.halves[1] = widen_signed((const int8_t *)line + 16);
+      found.scale = piece_f16(big);
+      found.halves[0] = piece_signed((const int8_t *)byte);
+      found.halves[1] = piece_signed((const int8_t *)byte + 16);
       break;
   }
   return found;
 }
 
 /* Step s (of 8) of a block, a byte per value. */
-INLINE vi step_of(const int format, const char *values, const int s) {
-  if (format == KUN_Q8_0 || format == KUN_INT8) return *(const vi_u *)(values + s * 64);
-  vi both = *(const vi_u *)(values + s % 4 * 64);
-  vi low = (s < 4 ? both : both >> 4) & 0x0f0f0f0f;
+INLINE pi step_of(const int format, const char *values, const int s) {
+  if (format == KUN_Q8_0 || format == KUN_INT8) return *(const pi_u *)(values + s * 64);
+  pi both = *(const pi_u *)(values + s % 4 * 64);
+  pi low = (s < 4 ? both : both >> 4) & 0x0f0f0f0f;
   if (format != KUN_Q6_K) return low;
-  vi high = *(const vi_u *)(values + 256 + s / 4 * 64);
+  pi high = *(const pi_u *)(values + 256 + s / 4 * 64);
   const int down = 2 * (s % 4) - 4;
   return low | ((down < 0 ? high << -down : high >> down) & 0x30303030);
 }
 
 /* What a row's sum begins with, because 128 (or 8, or 32) stands for 0. */
-INLINE vi start_of(const int format, const x_block *x) {
-  if (format == KUN_Q8_0 || format == KUN_INT8) return spread_4_bytes(&x->from_128);
-  if (format == KUN_Q4_0) return spread_4_bytes(&x->from_8);
-  if (format == KUN_Q6_K) return spread_4_bytes(&x->from_32[0]);
-  return (vi){};
+INLINE pi start_of(const int format, const x_block *x) {
+  if (format == KUN_Q8_0 || format == KUN_INT8) return piece_spread(&x->from_128);
+  if (format == KUN_Q4_0) return piece_spread(&x->from_8);
+  if (format == KUN_Q6_K) return piece_spread(&x->from_32[0]);
+  return (pi){};
 }
 
 /* A block's sum of integers, added to the blocks before. */
-INLINE vf add_scaled(const int format, vf sum, vi total, const block_scales *by,
+INLINE pf add_scaled(const int format, pf sum, pi total, const block_scales *by,
                      const x_block *x) {
-  vf scale = format == KUN_INT8 ? splat(x->scale) : by->scale * splat(x->scale);
-  sum = dot_f32(sum, (vi)to_float(total), (vi)scale);
+  pf scale = format == KUN_INT8 ? piece_splat(x->scale) : by->scale * piece_splat(x->scale);
+  sum = piece_dot_f32(sum, (pi)piece_to_float(total), (pi)scale);
   if (format == KUN_Q4_1 || format == KUN_Q4_K) {
-    sum = dot_f32(sum, (vi)by->low, (vi)splat(x->sum));
+    sum = piece_dot_f32(sum, (pi)by->low, (pi)piece_splat(x->sum));
   }
   return sum;
 }
 
 /* A block of `rows` rows of x times the panel's. Few rows have two sums of integers each (in Q6_K
  * all have, with a scale each), so that products do not wait for each other. */
-INLINE void add_blocks(const int format, const int rows, vf *sum, const char *values,
+INLINE void add_blocks(const int format, const int rows, pf *sum, const char *values,
                        const block_scales *by, const x_block *x, long stride) {
   const int split = format == KUN_Q6_K || rows < SPLIT_BELOW;
-  vi first[PACKED_ROWS], second[PACKED_ROWS];
+  pi first[PACKED_ROWS], second[PACKED_ROWS];
   UNROLL for (int i = 0; i < rows; i++) {
     first[i] = start_of(format, x + i * stride);
-    second[i] = format == KUN_Q6_K ? spread_4_bytes(&x[i * stride].from_32[1]) : (vi){};
+    second[i] = format == KUN_Q6_K ? piece_spread(&x[i * stride].from_32[1]) : (pi){};
   }
   UNROLL for (int turn = 0; turn < 8; turn++) {
     const int s = turn / 2 + turn % 2 * 4;
-    vi w = step_of(format, values, s);
+    pi w = step_of(format, values, s);
     UNROLL for (int i = 0; i < rows; i++) {
-      vi *sums = split && s >= 4 ? second : first;
-      sums[i] = dot_bytes(sums[i], w, spread_4_bytes(x[i * stride].values + 4 * s));
+      pi *sums = split && s >= 4 ? second : first;
+      sums[i] = piece_dot_bytes(sums[i], w, piece_spread(x[i * stride].values + 4 * s));
     }
   }
   UNROLL for (int i = 0; i < rows; i++) {
-    vi total = first[i];
+    pi total = first[i];
     if (format == KUN_Q6_K) total = total * by->halves[0] + second[i] * by->halves[1];
     else if (split) total += second[i];
     sum[i] = add_scaled(format, sum[i], total, by, x + i * stride);
@@ -146,25 +148,33 @@ INLINE void add_blocks(const int format, const int rows, vf *sum, const char *va
 #define NEAR 1024
 #define FAR 65536
 
-INLINE void tile_of(const int format, const int rows, vf *out, const char *panel, const x_block *x,
-                    long stride, long blocks, int fetches) {
-  vf sum[PACKED_ROWS];
+INLINE void tile_piece(const int format, const int rows, vf *out, const char *panel,
+                       const x_block *x, long stride, long blocks, int fetches, const int piece) {
+  pf sum[PACKED_ROWS];
   block_place place = {};
   const long bytes = bytes_of(format, blocks), ahead = rows <= 2 ? NEAR : bytes < FAR ? bytes : FAR;
-  UNROLL for (int i = 0; i < rows; i++) sum[i] = (vf){};
+  UNROLL for (int i = 0; i < rows; i++) sum[i] = (pf){};
   for (long b = 0; b < blocks; b++) {
     go_to(format, &place, b, blocks);
-    block_scales by = scales_of(format, panel, place, b);
+    block_scales by = scales_of(format, panel, place, b, piece);
     const char *values = panel + place.values;
     if (fetches) {
       UNROLL for (int line = 0; line <= block_bytes(format); line += LINE) {
         __builtin_prefetch(values + ahead + line, 0, 2);
       }
     }
-    add_blocks(format, rows, sum, values, &by, x + b, stride);
+    add_blocks(format, rows, sum, values + piece * PIECE * 4, &by, x + b, stride);
   }
   UNROLL for (int i = 0; i < rows; i++) {
-    out[i] = format == KUN_INT8 ? sum[i] * load_f32((const float *)panel) : sum[i];
+    const pf_u *scales = (const pf_u *)panel + piece;
+    *piece_of(out + i, piece) = format == KUN_INT8 ? sum[i] * *scales : sum[i];
+  }
+}
+
+INLINE void tile_of(const int format, const int rows, vf *out, const char *panel, const x_block *x,
+                    long stride, long blocks, int fetches) {
+  UNROLL for (int piece = 0; piece < PIECES; piece++) {
+    tile_piece(format, rows, out, panel, x, stride, blocks, fetches && piece == 0, piece);
   }
 }
 
@@ -218,15 +228,17 @@ static int zero_of(int format) {
 /* 32 columns of one row. */
 INLINE void unpack_block(const int format, float *out, const char *panel, int row,
                          block_place place, long block) {
-  vi w[8];
-  block_scales by = scales_of(format, panel, place, block);
-  UNROLL for (int s = 0; s < 8; s++) w[s] = step_of(format, panel + place.values, s);
+  pi w[8];
+  const int piece = row / PIECE, lane = row % PIECE;
+  block_scales by = scales_of(format, panel, place, block, piece);
+  const char *values = panel + place.values + piece * PIECE * 4;
+  UNROLL for (int s = 0; s < 8; s++) w[s] = step_of(format, values, s);
   for (int column = 0; column < BLOCK; column++) {
-    int step = column / 4, value = (uint8_t)((uint32_t)w[step][row] >> column % 4 * 8);
-    float scale = by.scale[row];
+    int step = column / 4, value = (uint8_t)((uint32_t)w[step][lane] >> column % 4 * 8);
+    float scale = by.scale[lane];
     if (format == KUN_INT8) scale = ((const float *)panel)[row];
-    if (format == KUN_Q6_K) scale *= (float)by.halves[column / 16][row];
-    out[column] = scale * (float)(value - zero_of(format)) + by.low[row];
+    if (format == KUN_Q6_K) scale *= (float)by.halves[column / 16][lane];
+    out[column] = scale * (float)(value - zero_of(format)) + by.low[lane];
   }
 }
 

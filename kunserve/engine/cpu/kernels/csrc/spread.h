@@ -20,9 +20,16 @@ INLINE void spread_rows(char *spread, const char *x, long bytes) {
   }
 }
 
-/* `quad_steps` of 64 bytes, from rows `stride` apart. */
-INLINE void quad_at(vi *step, const char *w, const long stride) {
-#ifdef __AVX512F__
+/* `quad_steps` of 64 bytes, from rows `stride` apart: a piece of each. */
+INLINE void quad_at(pi *step, const char *w, const long stride, const int piece) {
+#if PIECE < LANES
+  w += 2 * piece * stride;
+  UNROLL for (int s = 0; s < 4; s++) {
+    step[s] = (pi)_mm256_loadu2_m128i((const __m128i *)(w + stride + s * 16),
+                                      (const __m128i *)(w + s * 16));
+  }
+#elif defined(__AVX512F__)
+  (void)piece;
   __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + stride);
   __m512i c = _mm512_loadu_si512(w + 2 * stride), d = _mm512_loadu_si512(w + 3 * stride);
   __m512i ab01 = _mm512_shuffle_i32x4(a, b, 0x44), ab23 = _mm512_shuffle_i32x4(a, b, 0xee);
@@ -32,20 +39,8 @@ INLINE void quad_at(vi *step, const char *w, const long stride) {
   step[2] = (vi)_mm512_shuffle_i32x4(ab23, cd23, 0x88);
   step[3] = (vi)_mm512_shuffle_i32x4(ab23, cd23, 0xdd);
 #else
+  (void)piece;
   quad_steps(step, w, w + stride, w + 2 * stride, w + 3 * stride, 64);
-#endif
-}
-
-/* `add_slots` with cheaper shuffles: the same sums. */
-INLINE vf add_slots_of(const vf *acc) {
-#ifdef __AVX512F__
-#define OF(a, b, which) (vf)_mm512_shuffle_ps((__m512)(a), (__m512)(b), which)
-  vf ab = OF(acc[0], acc[1], 0x44) + OF(acc[0], acc[1], 0xee);
-  vf cd = OF(acc[2], acc[3], 0x44) + OF(acc[2], acc[3], 0xee);
-  return OF(ab, cd, 0x88) + OF(ab, cd, 0xdd);
-#undef OF
-#else
-  return add_slots(acc);
 #endif
 }
 
@@ -58,24 +53,25 @@ INLINE vf add_slots_of(const vf *acc) {
 
 /* Quads [first, first + quads) of the panel. Fetches as much from `next` as is read here, a few
  * lines after each part: many prefetches at once delay each other. */
-INLINE void spread_quads(const int rows, const int first, const int quads, vf (*acc)[4],
+INLINE void spread_quads(const int rows, const int first, const int quads, pf (*acc)[4],
                          const char *w, const char *spread, const long row_bytes,
-                         fetched_pair next) {
+                         fetched_pair next, const int piece) {
   const int together = quads == 2 ? 2 : 1; /* that share each load of x, or x stays in registers */
-  vf sum[SPREAD_ROWS][4];
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < quads; q++) sum[i][q] = (vf){};
+  pf sum[SPREAD_ROWS][4];
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < quads; q++) sum[i][q] = (pf){};
   long fetched = 4 * first * row_bytes;
   for (long at = 0; at < row_bytes; at += 64, fetched += quads * 256) {
     UNROLL for (int q = 0; q < quads; q += together) {
-      vi step[2][4];
+      pi step[2][4];
       UNROLL for (int t = 0; t < together; t++) {
-        fetch_lines(next, fetched + (q + t) * 256, 4);
-        quad_at(step[t], w + (first + q + t) * row_bytes + at, 4 * row_bytes);
+        if (piece == 0) fetch_lines(next, fetched + (q + t) * 256, 4);
+        quad_at(step[t], w + (first + q + t) * row_bytes + at, 4 * row_bytes, piece);
       }
       UNROLL for (int s = 0; s < 4; s++) UNROLL for (int i = 0; i < rows; i++) {
-        vi row = *(const vi_u *)(spread + SPREAD_BYTES(i * row_bytes + at + s * 16));
+        const char *x = spread + SPREAD_BYTES(i * row_bytes + at + s * 16);
+        pi row = *((const pi_u *)x + piece);
         UNROLL for (int t = 0; t < together; t++) {
-          sum[i][q + t] = dot(sum[i][q + t], step[t][s], row);
+          sum[i][q + t] = NAME(piece_dot)(sum[i][q + t], step[t][s], row);
         }
       }
     }
@@ -87,15 +83,17 @@ INLINE void spread_quads(const int rows, const int first, const int quads, vf (*
 
 INLINE void spread_of(const int rows, float *scores, const char *w, const char *spread,
                       const long row_bytes, float scale, fetched_pair next) {
-  vf acc[SPREAD_ROWS][4];
-  if (rows <= HELD_ROWS) {
-    spread_quads(rows, 0, 4, acc, w, spread, row_bytes, next);
-  } else {
-    spread_quads(rows, 0, 2, acc, w, spread, row_bytes, next);
-    spread_quads(rows, 2, 2, acc, w, spread, row_bytes, next);
-  }
-  UNROLL for (int i = 0; i < rows; i++) {
-    store_f32(scores + i * SPAN, add_slots_of(acc[i]) * splat(scale));
+  UNROLL for (int piece = 0; piece < PIECES; piece++) {
+    pf acc[SPREAD_ROWS][4];
+    if (rows <= HELD_ROWS) {
+      spread_quads(rows, 0, 4, acc, w, spread, row_bytes, next, piece);
+    } else {
+      spread_quads(rows, 0, 2, acc, w, spread, row_bytes, next, piece);
+      spread_quads(rows, 2, 2, acc, w, spread, row_bytes, next, piece);
+    }
+    UNROLL for (int i = 0; i < rows; i++) {
+      *((pf_u *)(scores + i * SPAN) + piece) = add_slots_of(acc[i]) * piece_splat(scale);
+    }
   }
 }
 

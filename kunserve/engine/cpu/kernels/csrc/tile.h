@@ -61,19 +61,39 @@ INLINE vf add_slots(const vf *acc) {
          (vf)SHUFFLE(e, f, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
 }
 
+/* `add_slots` with cheaper shuffles: the same sums. */
+INLINE pf add_slots_of(const pf *acc) {
+#if PIECE < LANES
+#define OF(a, b, which) (pf)_mm256_shuffle_ps((__m256)(a), (__m256)(b), which)
+#elif defined(__AVX512F__)
+#define OF(a, b, which) (vf)_mm512_shuffle_ps((__m512)(a), (__m512)(b), which)
+#endif
+#ifdef OF
+  pf ab = OF(acc[0], acc[1], 0x44) + OF(acc[0], acc[1], 0xee);
+  pf cd = OF(acc[2], acc[3], 0x44) + OF(acc[2], acc[3], 0xee);
+  return OF(ab, cd, 0x88) + OF(ab, cd, 0xdd);
+#undef OF
+#else
+  return add_slots(acc);
+#endif
+}
+
 INLINE void tile_of(const int rows, vf *out, const char *packed, const char *x, long x_stride,
                     long steps) {
-  vf acc[TILE_ROWS][4];
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 4; q++) acc[i][q] = (vf){};
-  for (long s = 0; s < steps; s++) {
-    vi w[4];
-    UNROLL for (int q = 0; q < 4; q++) w[q] = *(const vi_u *)(packed + s * STEP_BYTES + q * 64);
-    UNROLL for (int i = 0; i < rows; i++) {
-      vi row = spread_16_bytes(x + i * x_stride + s * 16);
-      UNROLL for (int q = 0; q < 4; q++) acc[i][q] = dot(acc[i][q], w[q], row);
+  UNROLL for (int piece = 0; piece < PIECES; piece++) {
+    pf acc[TILE_ROWS][4];
+    UNROLL for (int i = 0; i < rows; i++) UNROLL for (int q = 0; q < 4; q++) acc[i][q] = (pf){};
+    for (long s = 0; s < steps; s++) {
+      const char *at = packed + s * STEP_BYTES + piece * PIECE * 4;
+      pi w[4];
+      UNROLL for (int q = 0; q < 4; q++) w[q] = *(const pi_u *)(at + q * 64);
+      UNROLL for (int i = 0; i < rows; i++) {
+        pi row = piece_spread_16(x + i * x_stride + s * 16);
+        UNROLL for (int q = 0; q < 4; q++) acc[i][q] = NAME(piece_dot)(acc[i][q], w[q], row);
+      }
     }
+    UNROLL for (int i = 0; i < rows; i++) *piece_of(out + i, piece) = add_slots_of(acc[i]);
   }
-  UNROLL for (int i = 0; i < rows; i++) out[i] = add_slots(acc[i]);
 }
 
 /* out[i] = the 16 dot products of x's row i with the panel, for i < rows <= TILE_ROWS. */

@@ -1,4 +1,6 @@
-/* 16 rows of a matrix, 64 bytes of each at a time, into vectors whose lanes are rows. Needs vec.h. */
+/* 16 rows of a matrix, 64 bytes of each at a time, into vectors whose lanes are rows. */
+#include "pieces.h"
+
 #define PANEL 16 /* rows */
 
 INLINE vi load_bytes(const char *p, long count) {
@@ -11,6 +13,13 @@ INLINE vi load_bytes(const char *p, long count) {
 /* The next `steps` (at most 4) steps of quad q, from the four rows at `a`, `b`, `c` and `d`. */
 INLINE void quad_steps(vi *step, const char *a_at, const char *b_at, const char *c_at,
                        const char *d_at, long left) {
+#if PIECE < LANES /* plain copies are what gcc does best there */
+  const char *const from[4] = {a_at, b_at, c_at, d_at};
+  UNROLL for (int s = 0; s < 4; s++) UNROLL for (int row = 0; row < 4; row++) {
+    const quarter none = {};
+    ((quarter *)&step[s])[row] = left > s * 16 ? *(const quarter *)(from[row] + s * 16) : none;
+  }
+#else
   vi a = load_bytes(a_at, left), b = load_bytes(b_at, left);
   vi c = load_bytes(c_at, left), d = load_bytes(d_at, left);
   vi ab01 = SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -21,6 +30,7 @@ INLINE void quad_steps(vi *step, const char *a_at, const char *b_at, const char 
   step[1] = SHUFFLE(ab01, cd01, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
   step[2] = SHUFFLE(ab23, cd23, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
   step[3] = SHUFFLE(ab23, cd23, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+#endif
 }
 
 /* 64 bytes of each of 16 rows, or the `left` (a multiple of 16) that there are: vector 4 s + c of

@@ -1,5 +1,6 @@
 /* Included by bf16.c and f32.c, which define KUN_BF16 or not: names and loads of the element. */
 #include "api.h"
+#include "pieces.h"
 #include "pool.h"
 #include "vec.h"
 
