@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.markdown import Row
-from benchmarks.paper import burst_map, real_tables
+from benchmarks.paper import burst_map
 from benchmarks.paper.claims import CLAIMS
 from benchmarks.paper.kept_results import (
     FIXED,
@@ -19,6 +19,7 @@ from benchmarks.paper.kept_results import (
     signed,
 )
 from benchmarks.paper.map_agreement import EXPERIMENTS, Compared, compared
+from benchmarks.paper.real_tables import ABOVE, RIVALS, ROUNDS, above, one_result, rivals, rounds
 from benchmarks.paper.sparse_models import NAMES, RIDGES
 from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
 from kunserve_lab.compare.simulated.projection import HELPS
@@ -233,8 +234,8 @@ TABLES: dict[str, Table] = {
     "sparse-ridge": Table(sparse_ridge, _simulated(*RIDGES)),
     "published-steps": Table(published_steps, ("published_steps",)),
     "sensitivity": Table(sensitivity, ("sensitivity",)),
-    "one-result": Table(real_tables.one_result, (real_tables.ROUNDS,)),
-    "real-rounds": Table(real_tables.rounds, (real_tables.ROUNDS,)),
-    "real-rivals": Table(real_tables.rivals, (real_tables.RIVALS,)),
-    "real-above": Table(real_tables.above, (real_tables.ABOVE,)),
+    "one-result": Table(one_result, (ROUNDS,)),
+    "real-rounds": Table(rounds, (ROUNDS,)),
+    "real-rivals": Table(rivals, (RIVALS,)),
+    "real-above": Table(above, (ABOVE,)),
 }
