@@ -218,7 +218,12 @@ def _simulated(*names: str) -> tuple[str, ...]:
 
 
 _CLAIMS = _simulated(
-    *FIXED.values(), "ablation", "restoration_burstgpt", "pp_degree_burstgpt", "extreme_burst"
+    *FIXED.values(),
+    "ablation",
+    "ablation_heavy",
+    "restoration_burstgpt",
+    "pp_degree_burstgpt",
+    "extreme_burst",
 )
 TABLES: dict[str, Table] = {
     "claims": Table(claims, (*_CLAIMS, "cost_model")),
