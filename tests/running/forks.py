@@ -235,7 +235,7 @@ class Forks:
 
 def end_with_this_process() -> subprocess.Popen[bytes]:
     """A process that ends whatever this one's tests started, as soon as this one is gone."""
-    mark = f"KUNSERVE_TESTS_OF_{os.getpid()}"
+    mark = f"PYTEST_FORKS_OF_{os.getpid()}"
     os.environ[mark] = "1"
     return subprocess.Popen(
         [sys.executable, "-S", str(_LEFT_BEHIND), mark],

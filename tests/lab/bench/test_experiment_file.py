@@ -147,7 +147,9 @@ def test_systems_as_flags_of_serve() -> None:
     assert serve_flags(replace(drop, lookahead=False))[2:] == ("--no-lookahead",)
     deep = ("--min-deep-gain", "0.0", "--max-queue-per-gain", "1000000000.0")
     assert serve_flags(find_system("drop-deep"))[2:] == deep
-    with pytest.raises(ConfigError, match="real systems are: recompute, recompute-rr, endless, "):
+    with pytest.raises(
+        ConfigError, match="real systems are: recompute, recompute-rr, recompute-least, "
+    ):
         serve_flags(find_system("autoscale"))
     assert serve_flags(find_system("swap")) == ("--overload-policy", "swap")
     parks = ("--overload-policy", "drop", "--park-behind-drop")

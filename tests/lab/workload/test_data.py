@@ -82,7 +82,10 @@ def test_a_workload_is_made_of_names() -> None:
     assert "fit to BurstGPT" in fitted.provenance
     assert recipe.max_total_tokens is not None
     capped = build_workload(replace(recipe, lengths_path=Path(BURSTGPT_LIKE)))
-    assert max(map(sum, zip(*capped.lengths[:2], strict=True))) <= recipe.max_total_tokens
+    assert (
+        max(map(sum, zip(capped.lengths.input_tokens, capped.lengths.output_tokens, strict=True)))
+        <= recipe.max_total_tokens
+    )
     few = replace(recipe, lengths_path=Path(BURSTGPT_LIKE), max_total_tokens=300)
     with pytest.raises(ConfigError, match="300: an output alone is as long"):
         build_workload(few)
