@@ -46,13 +46,11 @@ def _figures(group: AtLoad) -> dict[str, tuple[Pick, str]]:
     """What is told of a run, by the row's name: how it is read and how it is written."""
     return {
         "P50 TTFT (s)": (_seconds("ttft_p50_s"), ".2f"),
-        "P90 TTFT (s)": (_seconds("ttft_p90_s"), ".1f"),
         P99: (_seconds("ttft_p99_s"), ".1f"),
         "P50 TPOT (ms)": (_ms("tpot_p50_s"), ".0f"),
         "P90 TPOT (ms)": (_ms("tpot_p90_s"), ".0f"),
         "longest pause (s)": (_seconds("longest_pause_s"), ".1f"),
         LATE: (_late(group), ".0%"),
-        "output tokens/s": (lambda run: run.output_throughput, ".0f"),
     }
 
 

@@ -78,7 +78,7 @@ def fixed() -> list[Row]:
     return rows
 
 
-SLO_FACTORS = (1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0)
+SLO_FACTORS = (1.0, 2.0, 4.0, 5.0, 10.0)
 
 
 def slo() -> list[Row]:
