@@ -26,7 +26,6 @@ from kunserve.engine.cpu.kernels.levels import (
     processor_features,
     processor_text,
 )
-from kunserve.engine.cpu.kernels.tiles import why_not
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +93,13 @@ def build_level(level: Level) -> Path:
     if found is not None:
         return found
     return _compile_somewhere(_command_for(level), name)
+
+
+def why_not(path: Path) -> str | None:
+    """See ``tiles``, which wants numpy: whoever makes a wheel comes here without it."""
+    from kunserve.engine.cpu.kernels import tiles
+
+    return tiles.why_not(path)
 
 
 def of_level(level: Level) -> Path:
