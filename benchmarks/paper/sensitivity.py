@@ -24,23 +24,24 @@ from kunserve_lab.sim.devices import DEVICES, Device
 
 NAMES = ("LongBench", "heavy weights")
 SEEDS = (0, 1, 2)
-CHANGES = (0.75, 1.25)
+SPEEDS = {"slower": 0.75, "faster": 1.25}
+TIMES = {"faster": 0.75, "slower": 1.25}
 
 
 def devices(plain: Device) -> Iterator[tuple[str, Device]]:
     """The device as it is, and with one of its times changed."""
     yield "as assumed", plain
-    for factor in CHANGES:
-        sign = f"{100 * (factor - 1):+.0f} %"
-        yield f"matrix products {sign}", replace(plain, matmul_share=plain.matmul_share * factor)
-        yield f"attention {sign}", replace(plain, attention_share=plain.attention_share * factor)
+    for how, speed in SPEEDS.items():
+        yield f"matrix products {how}", replace(plain, matmul_share=plain.matmul_share * speed)
+        yield f"attention {how}", replace(plain, attention_share=plain.attention_share * speed)
+    for how, time in TIMES.items():
         yield (
-            f"host time {sign}",
+            f"host {how}",
             replace(
                 plain,
-                step_overhead_s=plain.step_overhead_s * factor,
-                layer_overhead_s=plain.layer_overhead_s * factor,
-                sequence_overhead_s=plain.sequence_overhead_s * factor,
+                step_overhead_s=plain.step_overhead_s * time,
+                layer_overhead_s=plain.layer_overhead_s * time,
+                sequence_overhead_s=plain.sequence_overhead_s * time,
             ),
         )
 
