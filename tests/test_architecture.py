@@ -28,6 +28,7 @@ and what an experiment's commands name."""
 IMPORTS_LATE = {
     "kunserve/__init__.py",
     "kunserve/cli.py",
+    "kunserve/engine/cpu/kernels/build.py",
     "kunserve_lab/bench/bench_command.py",
     "kunserve_lab/bench/run.py",
     "kunserve_lab/compare/compare_command.py",
@@ -37,7 +38,7 @@ IMPORTS_LATE = {
     "kunserve/server/start/launch.py",
     "kunserve/server/start/launch_parts.py",
 }
-"""--help stays fast, and torch, matplotlib and OpenTelemetry optional."""
+"""--help stays fast; torch, matplotlib and OpenTelemetry are optional, and numpy for a build."""
 MAX_LOOSE_FILES = 20
 SMALL_EXTRAS = {
     "admin.py",

@@ -121,3 +121,10 @@ def test_the_packages_hold_what_they_promise(tmp_path: Path) -> None:
     assert len([name for name in names if "/licenses/" in name]) == 2
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
     assert "Description-Content-Type: text/markdown" in about and "# KunServe" in about
+
+
+def test_a_wheel_is_built_where_nothing_is_installed() -> None:
+    """Pip builds in an environment that has setuptools only."""
+    room = "kunserve.engine.cpu.kernels.build"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {room}"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
