@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.paper.kept_results import RESULTS, signed
-from benchmarks.paper.sparse_models import NAMES, RIDGES, kept, p99_s
+from benchmarks.paper.sparse_models import NAMES, kept, p99_s
 from kunserve_lab.compare.groups import AtLoad, by_load
 from kunserve_lab.compare.results import RunResult, load
 
@@ -41,11 +41,6 @@ def sparse_instances() -> list[Row]:
 def sparse_bursts() -> list[Row]:
     """Under the bursts of the trace."""
     return _bursts(NAMES)
-
-
-def sparse_ridge() -> list[Row]:
-    """Under drawn bursts."""
-    return _bursts(RIDGES)
 
 
 def _bursts(names: Mapping[str, str]) -> list[Row]:

@@ -20,8 +20,8 @@ from benchmarks.paper.kept_results import (
 )
 from benchmarks.paper.map_agreement import EXPERIMENTS, Compared, compared
 from benchmarks.paper.real_tables import ABOVE, RIVALS, ROUNDS, above, one_result, rivals, rounds
-from benchmarks.paper.sparse_models import NAMES, RIDGES
-from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances, sparse_ridge
+from benchmarks.paper.sparse_models import NAMES
+from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances
 from kunserve_lab.compare.simulated.projection import HELPS
 
 _RUN = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
@@ -163,7 +163,7 @@ def agreement() -> list[Row]:
     groups: dict[str, list[Compared]] = {}
     for one in compared():
         is_drawn = one.where not in EXPERIMENTS
-        groups.setdefault("drawn bursts" if is_drawn else f"`{one.where}`", []).append(one)
+        groups.setdefault("drawn bursts" if is_drawn else "kept experiments", []).append(one)
     rows: list[Row] = [
         ("of", "bursts", "drops help: both say so", "neither", "only the simulator", "only the map")
     ]
@@ -236,7 +236,6 @@ TABLES: dict[str, Table] = {
     "prediction": Table(prediction, ("prediction",)),
     "sparse-instances": Table(sparse_instances, ("sparse_models",)),
     "sparse-models": Table(sparse_bursts, _simulated(*NAMES)),
-    "sparse-ridge": Table(sparse_ridge, _simulated(*RIDGES)),
     "published-steps": Table(published_steps, ("published_steps",)),
     "sensitivity": Table(sensitivity, ("sensitivity",)),
     "one-result": Table(one_result, (ROUNDS,)),
