@@ -33,7 +33,7 @@ Times (`_S`: seconds), shares and factors that the code fixes. What users may wa
 [setting](configuration.md). Whole numbers mostly bound work; they stand in the code only.
 `python -m tests.documents.constants_page docs/constants.md` writes this page.
 """
-LEAST_WORDS, MOST_WORDS = 5, 8
+LEAST_WORDS, MOST_WORDS = 5, 7
 """Of what is told of a number: fewer do not say yet what it is, and the code has the others."""
 
 
