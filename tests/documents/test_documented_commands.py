@@ -151,7 +151,6 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     "helm install llm deploy/helm/kunserve --set image.repository=registry.example.org/kunserve": (
         IN_A_CLUSTER
     ),
-    "helm template llm deploy/helm/kunserve | kubectl apply -f -": IN_A_CLUSTER,
     "helm install llm deploy/helm/kunserve -f deploy/helm/examples/guarded.yaml": IN_A_CLUSTER,
     "helm install llm deploy/helm/kunserve -f deploy/helm/examples/gpu.yaml": IN_A_CLUSTER,
     "helm install llm deploy/helm/kunserve -f deploy/helm/examples/ray.yaml": IN_A_CLUSTER,
