@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from kunserve.control.cluster.standing import Standing
-from kunserve.control.cluster.transitions import PATIENCE_S, PATIENCE_STEPS
+from kunserve.control.cluster.transition import Phase
 from kunserve.control.instance.changes.layer_restore import LayerRestore
 from kunserve.core.config import ClusterConfig
 from kunserve.core.ids import InstanceId
@@ -25,6 +25,16 @@ TEST_S = 120.0
 """A test in which nobody makes a token."""
 HELD_S = ClusterConfig().start_timeout_s - 2 * SLACK_S
 """A request is suspected, and nobody is tested; later it would end with an error."""
+PHASES_S = {
+    Phase.LOADING: 120.0,
+    Phase.PREPARING: 10.0,
+    Phase.COMMITTING: 60.0,
+    Phase.EXCHANGING: 60.0,
+}
+"""A phase of a transition in which no byte comes. Figures of its own, because a patience that is
+raised has to be seen here."""
+STEPS_BESIDE = 4
+"""Steps of each member that a phase may take beside: members read mail between two steps."""
 MIGRATION_S = 60.0
 """A migration of which no block comes, and that makes no token."""
 STANDS_STILL_S = FORMING_S + 100.0
@@ -105,8 +115,8 @@ class LivenessWatch:
         for transition_id, transition in controller.transitions.active.items():
             members = frozenset(transition.members)
             steps_s = [g.step_s for g in groups if not members.isdisjoint(g.layout.members)]
-            longest_s = PATIENCE_S[transition.phase]
-            longest_s += PATIENCE_STEPS * len(members) * max(steps_s, default=0.0)
+            longest_s = PHASES_S[transition.phase]
+            longest_s += STEPS_BESIDE * len(members) * max(steps_s, default=0.0)
             counts = len(transition.waits_for), len(transition.exchanging)
             progress = (transition.phase, counts, self._bytes_taken(members))
             yield f"transition {transition_id} {transition.phase}", Wait(longest_s, progress)

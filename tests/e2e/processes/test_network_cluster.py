@@ -9,6 +9,7 @@ import pytest
 
 from kunserve.cluster.driver.local import LocalCluster
 from kunserve.cluster.processes.launch import InstanceOrder, InstanceProcess, LocalLauncher
+from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.plan import Plan
@@ -29,11 +30,15 @@ class LoopbackLauncher(LocalLauncher):
         return await super().start(replace(order, network=replace(order.network, host="127.0.0.1")))
 
 
+async def _start(settings: KunServeConfig) -> LocalCluster:
+    return await LocalCluster.start(
+        Plan(settings), vocab_size=FAKE.vocab_size, fake=FAKE, launcher=LoopbackLauncher()
+    )
+
+
 def test_a_cluster_over_tcp_drops_restores_and_survives_a_death() -> None:
     async def story() -> None:
-        cluster = await LocalCluster.start(
-            Plan(config(2)), vocab_size=FAKE.vocab_size, fake=FAKE, launcher=LoopbackLauncher()
-        )
+        cluster = await _start(config(2))
         try:
             client = Client(cluster)
             for i in range(4):
@@ -55,9 +60,7 @@ def test_an_instance_that_stands_still_for_a_while_costs_time_only(is_dropped: b
     """As a virtual machine that is moved. Before, after 1.2 s its weights were loaded anew."""
 
     async def story() -> None:
-        cluster = await LocalCluster.start(
-            Plan(config(2)), vocab_size=FAKE.vocab_size, fake=FAKE, launcher=LoopbackLauncher()
-        )
+        cluster = await _start(config(2))
         try:
             client = Client(cluster)
             for i in range(4):
@@ -85,8 +88,4 @@ def test_an_instance_that_stands_still_for_a_while_costs_time_only(is_dropped: b
 def test_a_trace_of_several_machines_is_refused() -> None:
     settings = config(2, trace_out="/tmp/never-written")
     with pytest.raises(ConfigError, match="--trace-out is for one machine"):
-        asyncio.run(
-            LocalCluster.start(
-                Plan(settings), vocab_size=FAKE.vocab_size, fake=FAKE, launcher=LoopbackLauncher()
-            )
-        )
+        asyncio.run(_start(settings))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.chaos_cluster import ChaosCluster, play
 from tests.chaos_events import Happening, Harm, Load, Run, Setting, Wait
+from tests.chaos_schedules import loads, runs
 
 NUM_SCHEDULES = int(os.environ.get("CHAOS_SCHEDULES", "40"))
 LONG_S = 120.0
@@ -27,24 +28,14 @@ BETWEEN_HARMS_S = 2.0
 MAX_OPEN = 10
 """Requests under way there."""
 
-_rarely = st.sampled_from([False] * 11 + [True])
 _harms = [
     *("drop", "drop", "restore", "restore", "kill", "hang", "start", "cancel", "lose", "double"),
     *("resize", "resize"),
 ]
-_loads = st.builds(
-    Load,
-    st.integers(1, 6),
-    st.integers(1, 14),
-    st.integers(1, 10),
-    _rarely,
-    st.sampled_from([0, 0, 6, 12]),
-)
-_runs = st.builds(Run, st.integers(1, 150), st.integers(0, 2**16))
 _waits = st.builds(Wait, st.sampled_from([0.1, 0.6, 3.0]))
 _harm = st.builds(Harm, st.sampled_from(_harms), st.integers(0, 7))
 schedules = st.lists(
-    st.one_of(_loads, _loads, _runs, _runs, _runs, _waits, _harm, _harm), min_size=12, max_size=40
+    st.one_of(loads, loads, runs, runs, runs, _waits, _harm, _harm), min_size=12, max_size=40
 )
 
 
