@@ -192,8 +192,14 @@ async def _first_answer(scraper: Scraper, stop: asyncio.Event) -> None:
 
 
 def _stop_at_signals() -> asyncio.Event:
+    """A second ^C ends the process as if nobody listened."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def told() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
     for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, stop.set)
+        loop.add_signal_handler(name, told)
     return stop

@@ -4,6 +4,9 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -17,6 +20,8 @@ DEADLINE_S = 300.0
 """For one episode."""
 MOST_WAITING = 16
 """Episodes; one more is told without figures."""
+LOOK_S = 0.1
+"""Between two looks at whether nobody waits for the answer any more."""
 NICENESS = 10
 """The observer may stand beside what it watches."""
 
@@ -31,6 +36,8 @@ class Judging:
         self._deadline_s = deadline_s
         self._queue: asyncio.Queue[Work] = asyncio.Queue(MOST_WAITING)
         self._task: asyncio.Task[None] | None = None
+        self._given_up = threading.Event()
+        self._num_open = 0
 
     def start(self) -> None:
         """Called once, in a running loop."""
@@ -40,13 +47,30 @@ class Judging:
         """An episode that is over."""
         try:
             self._queue.put_nowait(work)
+            self._num_open += 1
         except asyncio.QueueFull:
             self._told(_unjudged(work, "too many episodes wait to be simulated"))
 
     async def finish(self) -> None:
-        """Judge what waits, then end. Each episode has its deadline."""
-        if self._task is not None:
+        """Judge what waits, then end. All together have the deadline of one; who cancels this
+        waits for none.
+        """
+        if self._task is None:
+            return
+        if self._num_open:
+            print(
+                f"bursts that are simulated still: {self._num_open}; waiting for at most "
+                f"{self._deadline_s:.0f} s, another ^C leaves without them",
+                file=sys.stderr,
+            )
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._queue.join()
+        except TimeoutError:
+            self._given_up.set()
             await self._queue.join()
+        finally:
+            self._given_up.set()
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
@@ -54,21 +78,30 @@ class Judging:
         while True:
             work = await self._queue.get()
             try:
-                self._told(await asyncio.to_thread(judge_aside, work, self._deadline_s))
+                self._told(
+                    await asyncio.to_thread(judge_aside, work, self._deadline_s, self._given_up)
+                )
             finally:
+                self._num_open -= 1
                 self._queue.task_done()
 
 
-def judge_aside(work: Work, deadline_s: float) -> Judged:
-    """In a process of its own, which is killed when its time is over."""
+def judge_aside(work: Work, deadline_s: float, given_up: threading.Event) -> Judged:
+    """In a process of its own, which is killed when its time is over or nobody waits for it."""
+    if given_up.is_set():
+        return _unjudged(work, "the watching ended")
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(theirs, work), daemon=True)
     process.start()
     theirs.close()
+    end_s = time.monotonic() + deadline_s
     try:
-        if not ours.poll(deadline_s):
-            return _unjudged(work, f"the simulation took longer than {deadline_s:g} s")
+        while not ours.poll(LOOK_S):
+            if given_up.is_set():
+                return _unjudged(work, "the watching ended")
+            if time.monotonic() >= end_s:
+                return _unjudged(work, f"the simulation took longer than {deadline_s:g} s")
         found = ours.recv()
         assert isinstance(found, Judged), found
         return found

@@ -1,6 +1,7 @@
 """``kunserve observe`` against servers on loopback, files and a Prometheus server."""
 
 import asyncio
+import threading
 import io
 import json
 import socket
@@ -305,7 +306,7 @@ def test_a_simulation_that_takes_too_long_is_killed() -> None:
         session.feed(group, group[0].time_s)
     episode = session.close()
     assert episode is not None
-    judged = judge_aside((episode, *session.make_of(episode), session.made), 0.0)
+    judged = judge_aside((episode, *session.make_of(episode), session.made), 0.0, threading.Event())
     assert "took longer than 0 s" in judged.why_not
 
 
@@ -325,6 +326,26 @@ def test_too_many_episodes_are_told_without_figures() -> None:
     asyncio.run(give())
     assert len(told) == 4
     assert "too many episodes" in told[0].why_not
+
+
+def test_the_end_waits_no_longer_than_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session(Made(device="a800"), 1.0)
+    for group in by_moment(burst()[:100], 1.0):
+        session.feed(group, group[0].time_s)
+    episode = session.close()
+    assert episode is not None
+    told: list[Judged] = []
+
+    async def leave() -> None:
+        judging = Judging(told.append, deadline_s=0.0)
+        judging.start()
+        for _ in range(3):
+            judging.give((episode, *session.make_of(episode), session.made))
+        await judging.finish()
+
+    asyncio.run(leave())
+    assert [one.why_not for one in told[1:]] == ["the watching ended"] * 2
+    assert "bursts that are simulated still: 3" in capsys.readouterr().err
 
 
 def test_episodes_forget_what_is_old() -> None:
