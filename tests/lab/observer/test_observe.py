@@ -1,10 +1,10 @@
 """``kunserve observe`` against servers on loopback, files and a Prometheus server."""
 
 import asyncio
-import threading
 import io
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
