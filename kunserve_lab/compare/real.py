@@ -165,8 +165,9 @@ def serve_arguments(system: System, setup: RealSetup, trace_to: Path | None) -> 
         *("--num-threads", str(setup.num_threads)),
         # The figures that we have kept, and the simulator's models, are of plain weights.
         *("--quantization", "none"),
-        # Instances stand for machines, or GPUs, with memories of their own.
-        *("--weights", "private"),
+        # Instances stand for machines, or GPUs, with memories of their own; but for the system that
+        # shows what one machine could do instead.
+        *("--weights", "shared" if system.shares_weights else "private"),
         *serve_flags(system),
     ]
     if setup.profile is not None:

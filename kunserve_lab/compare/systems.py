@@ -40,6 +40,8 @@ class System:
     """``ClusterConfig.prefix_aware_dispatch``."""
     memory_factor: float = 1.0
     """Memory of each instance as a multiple of what the others have."""
+    shares_weights: bool = False
+    """All instances of the machine have one copy of the weights, so there is nothing to drop."""
     keeps_ring: bool = False
     """``InstanceConfig.kv_ring``, for models with windows by layer; it goes without a cache of
     prefixes."""
@@ -83,6 +85,12 @@ SYSTEMS = {
             OverloadConfig(policy="recompute"),
             "recompute in five times the memory, which never fills: the bound",
             memory_factor=5.0,
+        ),
+        System(
+            "shared",
+            OverloadConfig(policy="recompute"),
+            "recompute, and one copy of the weights for all instances, which one machine can have",
+            shares_weights=True,
         ),
         System(
             "swap",

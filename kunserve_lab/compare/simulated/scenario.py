@@ -174,8 +174,13 @@ def plan_of(
 
 def profile_of(system: System, profile: InstanceProfile, step_tokens: int) -> InstanceProfile:
     """The instances of this system: with more memory than the others, for a bound; or with a ring
-    for steps of so many tokens.
+    for steps of so many tokens. Raises ConfigError for a system that is not simulated.
     """
+    if system.shares_weights:
+        raise ConfigError(
+            f"{system.name} is for real instances of one machine; simulated ones have memories of "
+            "their own"
+        )
     spec = profile.spec
     more_units = int(spec.memory_bytes * (system.memory_factor - 1.0)) // spec.unit_bytes
     ring = None

@@ -10,6 +10,7 @@ from kunserve.core.errors import ConfigError
 from kunserve_lab.compare.compare_command import compare_command
 from kunserve_lab.compare.experiment import Experiment, Place, World, check_experiment, plan
 from kunserve_lab.compare.experiment_file import read_experiment
+from kunserve_lab.compare.real import serve_arguments
 from kunserve_lab.compare.settings import (
     RealSetup,
     SimulatedSetup,
@@ -153,6 +154,9 @@ def test_systems_as_flags_of_serve() -> None:
         serve_flags(find_system("autoscale"))
     assert serve_flags(find_system("swap")) == ("--overload-policy", "swap")
     parks = ("--overload-policy", "drop", "--park-behind-drop")
+    shared = serve_arguments(find_system("shared"), RealSetup(), None)
+    assert "--weights shared" in " ".join(shared)
+    assert "--weights private" in " ".join(serve_arguments(drop, RealSetup(), None))
     assert serve_flags(find_system("drop-park")) == parks
     assert serve_flags(find_system("drop-rr"))[2:] == ("--dispatch-policy", "round-robin")
     rings = ("--no-enable-prefix-caching", "--no-disable-hybrid-kv-cache-manager")
