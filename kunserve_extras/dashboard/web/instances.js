@@ -16,7 +16,8 @@ function memory(instance, place) {
 
 function amount(className, label) {
   const value = element("b");
-  return { root: element("span", { class: "amount" }, element("i", { class: `swatch ${className}` }), `${label} `, value), value };
+  const name = element("span", {}, label);
+  return { root: element("span", { class: "amount" }, element("i", { class: `swatch ${className}` }), name, " ", value), name, value };
 }
 
 export class InstanceCard {
@@ -59,6 +60,7 @@ export class InstanceCard {
     setText(this.held, layers(instance.held, total));
     this.size(shares);
     this.showLayers(instance.held, total);
+    setText(this.amounts.weights.name, instance.spec.shared_weights_bytes ? "part of the shared weights" : "weights");
     setText(this.amounts.weights.value, bytes.text(shares.weights));
     setText(this.amounts.freed.value, bytes.text(shares.freed));
     setText(this.amounts.used.value, bytes.text(shares.used));
@@ -102,7 +104,7 @@ function roleOf(place) {
 function describe(id, instance, shares) {
   const freed = shares.freed ? `, of which ${bytes.text(shares.freed)} freed from dropped layers` : "";
   return (
-    `Instance ${id}: ${bytes.text(shares.total)} of memory; weights ${bytes.text(shares.weights)} ` +
+    `Instance ${id}: ${bytes.text(shares.total)} of memory; ${instance.spec.shared_weights_bytes ? "its part of the shared weights" : "weights"} ${bytes.text(shares.weights)} ` +
     `(${layers(instance.held, instance.spec.num_layers)}); KV ${bytes.text(shares.kv)}${freed}; ` +
     `${bytes.text(shares.used)} of the KV in use.`
   );
