@@ -35,7 +35,7 @@ DOCUMENTS = (
     *(
         ROOT / "docs" / f"{name}.md"
         for name in (
-            *("reproduction", "results", "when-it-helps", "sparse-models"),
+            *("reproduction", "results", "when-it-helps", "sparse-models", "vllm-fleets"),
             *("decisions/drop-worth", "decisions/simulator"),
         )
     ),

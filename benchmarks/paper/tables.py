@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.markdown import Row
 from benchmarks.paper import burst_map
 from benchmarks.paper.claims import CLAIMS
+from benchmarks.paper.instead import INSTEAD_EXPERIMENTS, instead
 from benchmarks.paper.kept_results import (
     FIXED,
     LONGBENCH,
@@ -233,6 +234,7 @@ TABLES: dict[str, Table] = {
     "agreement": Table(agreement, (*_simulated(*EXPERIMENTS), "map_agreement")),
     "burst-map": Table(burst_map.table, ("burst_map",)),
     "fixed": Table(fixed, _simulated(*FIXED.values())),
+    "instead": Table(instead, _simulated(*INSTEAD_EXPERIMENTS)),
     "prediction": Table(prediction, ("prediction",)),
     "sparse-instances": Table(sparse_instances, ("sparse_models",)),
     "sparse-models": Table(sparse_bursts, _simulated(*NAMES)),
