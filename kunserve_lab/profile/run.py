@@ -21,6 +21,7 @@ from kunserve.engine.devices import open_backend
 from kunserve.model.config import read_spec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
 from kunserve.model.source import resolve_model
+from kunserve_lab.bench.environment import processor_name
 from kunserve_lab.profile.cost_fit import fit, held_out_errors, sized
 from kunserve_lab.profile.cost_forms import forms_for, from_vector
 from kunserve_lab.profile.journal import Journal, Plan
@@ -239,11 +240,4 @@ def device_name(device: str = "cpu") -> str:
     """The GPU's name, or the CPU's own name where Linux tells it."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return processor_name()

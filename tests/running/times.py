@@ -3,10 +3,13 @@
 python -m tests.running.times FILE "COMMAND, COMMIT" > docs/testing-times.md
 """
 
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
+
+from kunserve_lab.bench.environment import processor_name
 
 NUM_ROWS = 15
 
@@ -27,18 +30,12 @@ def table(head: str, rows: dict[str, tuple[float, int]], num_rows: int) -> list[
     return [f"| {head} | seconds | tests |", "|---|---|---|", *lines, ""]
 
 
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0] if names else 'a processor without a name'}"
-
-
 def main(junit: str, made_by: str) -> None:
     files = {name: row for name, row in seconds_by_file(Path(junit)).items() if name}
     total_s, num_tests = (sum(column) for column in zip(*files.values(), strict=True))
     print("# Where the tests' time goes\n")
     print(
-        f"Written by `python -m tests.running.times`. {made_by}, on {processor()}. Seconds of the"
+        f"Written by `python -m tests.running.times`. {made_by}, on {os.cpu_count()} x {processor_name()}. Seconds of the"
     )
     print(f"processes that run tests, waits included: {total_s:.0f} in all, {num_tests} tests.\n")
     print("\n".join(table("file", files, NUM_ROWS)).rstrip())
