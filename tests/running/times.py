@@ -34,9 +34,8 @@ def main(junit: str, made_by: str) -> None:
     files = {name: row for name, row in seconds_by_file(Path(junit)).items() if name}
     total_s, num_tests = (sum(column) for column in zip(*files.values(), strict=True))
     print("# Where the tests' time goes\n")
-    print(
-        f"Written by `python -m tests.running.times`. {made_by}, on {os.cpu_count()} x {processor_name()}. Seconds of the"
-    )
+    processors = f"{os.cpu_count()} x {processor_name()}"
+    print(f"Written by `python -m tests.running.times`. {made_by}, on {processors}. Seconds of the")
     print(f"processes that run tests, waits included: {total_s:.0f} in all, {num_tests} tests.\n")
     print("\n".join(table("file", files, NUM_ROWS)).rstrip())
 
