@@ -1,0 +1,128 @@
+"""What the report's text says of real runs and of checks of the simulator, by name."""
+
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.paper import real_tables
+from benchmarks.paper.kept_results import figures_of, signed
+from benchmarks.paper.report import checks, real_bursts
+from benchmarks.paper.report.template import Text
+from kunserve_lab.compare.groups import AtLoad
+
+SYSTEMS = ("recompute", "drop", "endless")
+FIELDS = {
+    "p50": ("P50 TTFT (s)", "{:.2f} s"),
+    "p99": ("P99 TTFT (s)", "{:.1f} s"),
+    "tpot": ("P50 TPOT (ms)", "{:.0f} ms"),
+    "tpot90": ("P90 TPOT (ms)", "{:.0f} ms"),
+    "pause": ("longest pause (s)", "{:.1f} s"),
+    "late": (real_tables.LATE, "{:.0%}"),
+}
+
+
+def measured_values() -> dict[str, Text]:
+    """Of the real burst and of everything the simulator is held against."""
+    return {**_real(), **_checked(), **_faults()}
+
+
+def _real() -> dict[str, Text]:
+    """``lower`` and ``higher`` are the least and the greatest load of `real_tables.ROUNDS`."""
+    found: dict[str, Text] = {}
+    for place in ("lower", "higher"):
+        of = f"real.{place}"
+        found[f"{of}.rate"] = partial(_rate, place)
+        found[f"{of}.rounds"] = partial(_rounds, place)
+        found[f"{of}.requests"] = partial(_requests, place)
+        found[f"{of}.of-endless"] = partial(_ratio, place, "drop", "endless")
+        found[f"{of}.gain"] = partial(_ratio, place, "recompute", "drop")
+        for system in SYSTEMS:
+            for name, (row, form) in FIELDS.items():
+                found[f"{of}.{system}.{name}"] = partial(_told, place, system, row, form)
+    return found
+
+
+def _group(place: str) -> AtLoad:
+    groups = real_tables.groups(real_tables.ROUNDS)
+    return groups[min(groups) if place == "lower" else max(groups)]
+
+
+def _rate(place: str) -> str:
+    return real_tables.rate(_group(place))
+
+
+def _rounds(place: str) -> str:
+    return str(_group(place).num_each)
+
+
+def _requests(place: str) -> str:
+    return str(_group(place).runs[0].num_requests)
+
+
+def _told(place: str, system: str, row: str, form: str) -> str:
+    return real_tables.spaced(form.format(real_bursts.median(_group(place), system, row)))
+
+
+def _ratio(place: str, above: str, below: str) -> str:
+    """Of the medians of P99 TTFT."""
+    one, two = (
+        real_bursts.median(_group(place), name, real_tables.P99) for name in (above, below)
+    )
+    return f"{one / two:.1f}"
+
+
+def _checked() -> dict[str, Text]:
+    """The simulator beside publications, beside Vidur, and beside real runs."""
+
+    def steps(pick: Callable[[list[float]], float]) -> str:
+        return signed(
+            pick([line["value"] for line in figures_of("published_steps") if line["name"] == "error"])
+        )
+
+    def ratio(pick: Callable[[list[float]], float]) -> str:
+        return signed(100 * pick([one.error for one in checks.ratios()]))
+
+    def vidur(name: str) -> str:
+        return f"{max(checks.vidur_errors(name)):.0f} %"
+
+    def sensitive(of: str, pick: Callable[[list[float]], float]) -> str:
+        medians = [
+            line["value"]
+            for line in figures_of("sensitivity")
+            if line["name"] == "P99 TTFT lower" and line["settings"]["of"] == of
+        ]
+        return f"{pick(medians):.1f}x"
+
+    found: dict[str, Text] = {
+        "steps.least": partial(steps, min),
+        "steps.most": partial(steps, max),
+        "prediction.ratio.least": partial(ratio, min),
+        "prediction.ratio.most": partial(ratio, max),
+        "vidur.p50": partial(vidur, "TTFT P50"),
+        "vidur.p99": partial(vidur, "P99"),
+        "cost.least": lambda: f"{min(checks.cost_errors('kunserve')):.1f} %",
+        "cost.most": lambda: f"{max(checks.cost_errors('kunserve')):.1f} %",
+        "cost.blind.most": lambda: f"{max(checks.cost_errors('no attention')):.0f} %",
+    }
+    for slug, of in (("longbench", "LongBench"), ("heavy", "heavy weights")):
+        found[f"sensitivity.{slug}.least"] = partial(sensitive, of, min)
+        found[f"sensitivity.{slug}.most"] = partial(sensitive, of, max)
+    return found
+
+
+def _faults() -> dict[str, Text]:
+    """What runs of random faults counted, all together."""
+    counted = {
+        "faults.runs": len,
+        "faults.requests": lambda runs: sum(run.num_requests for run in runs),
+        "faults.identical": lambda runs: sum(run.num_identical for run in runs),
+        "faults.wrong": lambda runs: sum(run.num_wrong for run in runs),
+        "faults.transitions": lambda runs: sum(run.num_transitions for run in runs),
+        "faults.faults": lambda runs: sum(run.num_faults for run in runs),
+        "faults.minutes": lambda runs: round(sum(run.minutes for run in runs)),
+    }
+    return {name: partial(_counted, count) for name, count in counted.items()}
+
+
+def _counted(count: Callable[[list[checks.FaultRun]], int]) -> str:
+    runs = checks.fault_runs()
+    return f"{count(runs):,}" if runs else "-"
