@@ -122,8 +122,9 @@ def late_shares() -> Lines:
     for name in ("LongBench", "heavy weights", "72B"):
         runs = runs_of(FIXED[name])
         for system in ("recompute", "drop", "endless"):
-            shares = {factor: 100 * runs.violations(system, runs.fixed, factor) for factor in FACTORS}
-            found.setdefault(name, {})[system] = {at: (s, s, s) for at, s in shares.items()}
+            shares = (100 * runs.violations(system, runs.fixed, factor) for factor in FACTORS)
+            line = {at: (s, s, s) for at, s in zip(FACTORS, shares, strict=True)}
+            found.setdefault(name, {})[system] = line
     return found
 
 
@@ -131,8 +132,10 @@ def ablated() -> dict[str, dict[str, Spread]]:
     """How many times lower P99 TTFT is than under `recompute`, technique by technique."""
     found: dict[str, dict[str, Spread]] = {}
     for title, name in (("LongBench", "ablation"), ("heavy weights", "ablation_heavy")):
-        gains = {system: runs_of(name).gains("recompute", "ttft_p99_s", system) for system in _ABLATED}
-        found[title] = {system: _spread(values) for system, values in gains.items()}
+        runs = runs_of(name)
+        found[title] = {
+            system: _spread(runs.gains("recompute", "ttft_p99_s", system)) for system in _ABLATED
+        }
     return found
 
 
@@ -258,7 +261,7 @@ DRAWINGS = {
         lambda found: draw_lines(found, "load", "P99 TTFT (s)", is_log=True),
     ),
     "late": Drawing(
-        "Requests over the objective by its scale, at the load of the claims: medians of the draws.",
+        "Requests over the objective by its scale, at the load of the claims: medians of draws.",
         late_shares,
         lambda found: draw_lines(found, "times the base", "late requests (%)"),
     ),

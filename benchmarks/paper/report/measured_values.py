@@ -74,9 +74,8 @@ def _checked() -> dict[str, Text]:
     """The simulator beside publications, beside Vidur, and beside real runs."""
 
     def steps(pick: Callable[[list[float]], float]) -> str:
-        return signed(
-            pick([line["value"] for line in figures_of("published_steps") if line["name"] == "error"])
-        )
+        lines = figures_of("published_steps")
+        return signed(pick([line["value"] for line in lines if line["name"] == "error"]))
 
     def ratio(pick: Callable[[list[float]], float]) -> str:
         return signed(100 * pick([one.error for one in checks.ratios()]))

@@ -14,7 +14,12 @@ from fpdf.enums import TableBordersLayout, XPos, YPos
 from fpdf.fonts import FontFace
 
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-FACES = {"": "DejaVuSerif", "B": "DejaVuSerif-Bold", "I": "DejaVuSerif-Italic"}
+FACES = {
+    "": "DejaVuSerif",
+    "B": "DejaVuSerif-Bold",
+    "I": "DejaVuSerif-Italic",
+    "BI": "DejaVuSerif-BoldItalic",
+}
 FAMILY = "serif"
 TEXT_PT, TABLE_PT, HEADING_PT = 8.5, 6.2, {1: 15.0, 2: 11.5, 3: 9.5}
 LINE = 1.35
@@ -56,7 +61,7 @@ def marked(text: str) -> str:
     parts = re.split(r"(`[^`]*`)", text)
     for at, part in enumerate(parts):
         if part.startswith("`"):
-            parts[at] = part.strip("`").replace("--", r"\-\-").replace("__", r"\_\_")
+            parts[at] = re.sub(r"--|__|~~|\*\*", r"\\\g<0>", part.strip("`"))
         else:
             parts[at] = re.sub(r"(?<!\*)\*(?!\*)([^*]+)\*(?!\*)", r"__\1__", part)
     return "".join(parts)

@@ -46,7 +46,7 @@ def bursts() -> Iterator[tuple[str, AtLoad]]:
 
 
 def picks(group: AtLoad) -> dict[str, tuple[Pick, str]]:
-    """`real_tables.figures`, with P95 before P99: of a hundred requests P99 is the second slowest."""
+    """`real_tables.figures`, with P95 before P99, which of a hundred requests is the second one."""
     found: dict[str, tuple[Pick, str]] = {}
     for name, told in figures(group).items():
         if name == real_tables.P99:
