@@ -206,7 +206,7 @@ experiments: install
 # Without torch, so that it takes a minute in a fresh clone: what reads kept results and draws.
 $(VENV)/.report: $(VENV)/.python pyproject.toml
 	@echo "==> installing what writes the report"
-	@$(PIP) $$($(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; print(*extras["report"], *(one for one in [*project["dependencies"], *extras["bench"]] if one.startswith(("aiohttp", "click", "matplotlib", "msgspec", "numpy", "pyyaml", "pyzmq", "tqdm"))))')
+	@$(PIP) $$($(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; print(*extras["report"], *(one for one in [*project["dependencies"], *extras["bench"]] if one.startswith(("aiohttp", "click", "matplotlib", "msgspec", "numpy", "prometheus_client", "pyyaml", "pyzmq", "scipy"))))')
 	@touch $@
 
 report: $(VENV)/.report
