@@ -6,6 +6,7 @@ from functools import partial
 from benchmarks.paper import real_tables
 from benchmarks.paper.kept_results import figures_of, signed
 from benchmarks.paper.report import checks, real_bursts
+from benchmarks.paper.report.own_tables import bounds
 from benchmarks.paper.report.template import Text
 from kunserve_lab.compare.groups import AtLoad
 
@@ -22,7 +23,14 @@ FIELDS = {
 
 def measured_values() -> dict[str, Text]:
     """Of the real burst and of everything the simulator is held against."""
-    return {**_real(), **_checked(), **_faults()}
+    return {
+        **_real(),
+        **_checked(),
+        **_faults(),
+        "bound.reached": lambda: f"{100 * max(one.reached for one in bounds()):.0f} %",
+        "real-map.points": lambda: str(len(real_bursts.placed())),
+        "real-map.within": lambda: str(sum(one.is_within for one in real_bursts.placed())),
+    }
 
 
 def _real() -> dict[str, Text]:
@@ -64,9 +72,7 @@ def _told(place: str, system: str, row: str, form: str) -> str:
 
 def _ratio(place: str, above: str, below: str) -> str:
     """Of the medians of P99 TTFT."""
-    one, two = (
-        real_bursts.median(_group(place), name, real_tables.P99) for name in (above, below)
-    )
+    one, two = (real_bursts.median(_group(place), name, real_tables.P99) for name in (above, below))
     return f"{one / two:.1f}"
 
 
@@ -110,18 +116,19 @@ def _checked() -> dict[str, Text]:
 
 def _faults() -> dict[str, Text]:
     """What runs of random faults counted, all together."""
-    counted = {
-        "faults.runs": len,
-        "faults.requests": lambda runs: sum(run.num_requests for run in runs),
-        "faults.identical": lambda runs: sum(run.num_identical for run in runs),
-        "faults.wrong": lambda runs: sum(run.num_wrong for run in runs),
-        "faults.transitions": lambda runs: sum(run.num_transitions for run in runs),
-        "faults.faults": lambda runs: sum(run.num_faults for run in runs),
-        "faults.minutes": lambda runs: round(sum(run.minutes for run in runs)),
-    }
-    return {name: partial(_counted, count) for name, count in counted.items()}
+    return {"faults.told": _counted}
 
 
-def _counted(count: Callable[[list[checks.FaultRun]], int]) -> str:
+def _counted() -> str:
     runs = checks.fault_runs()
-    return f"{count(runs):,}" if runs else "-"
+    if not runs:
+        return "**Nothing is counted yet**: no run is kept."
+    asked, same, wrong = (
+        sum(getattr(run, name) for run in runs)
+        for name in ("num_requests", "num_identical", "num_wrong")
+    )
+    minutes = sum(run.minutes for run in runs)
+    return (
+        f"Altogether {asked:,} requests over {minutes:.0f} minutes, {same:,} answered whole and "
+        f"identical, {wrong:,} wrong."
+    )

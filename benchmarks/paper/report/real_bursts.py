@@ -114,6 +114,12 @@ class Placed:
     real: float
     """Times lower that P99 TTFT is with drops: medians over rounds."""
 
+    @property
+    def is_within(self) -> bool:
+        """Whether what was measured is in the model's range."""
+        low, high = self.expected.doubt
+        return low <= self.real <= high
+
 
 @functools.cache
 def placed() -> tuple[Placed, ...]:
@@ -157,4 +163,3 @@ def placed_table() -> list[Row]:
             )
         )
     return rows
-

@@ -87,9 +87,7 @@ REFERENCES = {
         "Multi-tenant LLM Serving",
         "Li and others",
     ),
-    "pie": _arxiv(
-        "2411.09317", "Pie: Pooling CPU Memory for LLM Inference", "Xu and others"
-    ),
+    "pie": _arxiv("2411.09317", "Pie: Pooling CPU Memory for LLM Inference", "Xu and others"),
     "morphserve": _arxiv(
         "2506.02006",
         "MorphServe: Efficient and Workload-Aware LLM Serving via Runtime Quantized Layer "
