@@ -216,13 +216,13 @@ def _line(axis: Axes, system: str, points: Mapping[float, Spread]) -> None:
 
 
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    found = {}
+    found: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     figure.legend(
-        list(found.values()),
-        list(found),
+        handles=list(found.values()),
+        labels=list(found),
         loc="outside lower center",
         ncols=min(len(found), 8),
         frameon=False,

@@ -72,7 +72,7 @@ def _linked(text: str, where: str) -> str:
     return f"[{text}]({where})" if where.startswith("http") else text
 
 
-class _Paper(FPDF):
+class _Paper(FPDF):  # type: ignore[misc]  # fpdf2 is not read
     """Pages of A4 with a number at the foot."""
 
     MARKDOWN_LINK_COLOR = "#2b6cb0"

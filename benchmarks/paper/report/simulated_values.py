@@ -12,6 +12,7 @@ from benchmarks.paper.map_agreement import compared
 from benchmarks.paper.points import UNSEEN, RunKey, kept
 from benchmarks.paper.report.template import Text
 from kunserve.core.config import OverloadConfig
+from kunserve_lab.compare.results import RunResult
 from kunserve_lab.compare.simulated.projection import HELPS
 from kunserve_lab.compare.slo import FACTOR
 
@@ -77,7 +78,7 @@ def _claim(slug: str, name: str) -> dict[str, Text]:
     return found
 
 
-def _draws(name: str) -> Iterable[int]:
+def _draws(name: str) -> dict[int, RunResult]:
     return runs_of(name).draws("drop", runs_of(name).fixed)
 
 
@@ -173,7 +174,7 @@ def _restoration() -> dict[str, Text]:
     found: dict[str, Text] = {
         f"restoration.{name}": partial(change, field) for name, field in fields.items()
     }
-    found["restoration.draws"] = lambda: str(len(list(_draws("restoration_burstgpt"))))
+    found["restoration.draws"] = lambda: str(len(_draws("restoration_burstgpt")))
     return found
 
 
