@@ -19,6 +19,7 @@
 # make test-hosts   several hosts as network namespaces, with links that are cut (needs root)
 # make package   source archive and wheel in dist/, with compiled kernels (docs/release.md)
 # make experiments   the paper's figures, simulated: an hour, goes on where it stopped
+# make report    what all of it says, from kept results: docs/report/, and HTML and PDF in build/report
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +29,7 @@ KERNEL_FILES := $(wildcard kunserve/engine/cpu/kernels/csrc/*) kunserve/engine/c
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-aarch64 test-changed test-clients test-hosts test-kernels test-openapi test-processors test-ray test-chart package experiments clean
+.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-aarch64 test-changed test-clients test-hosts test-kernels test-openapi test-processors test-ray test-chart package experiments report clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -201,6 +202,15 @@ package: install
 
 experiments: install
 	@$(BIN)/python -m benchmarks.paper.reproduction
+
+# Without torch, so that it takes a minute in a fresh clone: what reads kept results and draws.
+$(VENV)/.report: $(VENV)/.python pyproject.toml
+	@echo "==> installing what writes the report"
+	@$(PIP) $$($(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; print(*extras["report"], *(one for one in [*project["dependencies"], *extras["bench"]] if one.startswith(("aiohttp", "click", "matplotlib", "msgspec", "numpy", "prometheus_client", "pyyaml", "pyzmq", "scipy"))))')
+	@touch $@
+
+report: $(VENV)/.report
+	@$(BIN)/python -m benchmarks.paper.report.build
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(CHART) $(OPENAPI) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info

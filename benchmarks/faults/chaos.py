@@ -41,6 +41,7 @@ from kunserve.core.config import (
     SchedulerConfig,
 )
 from kunserve.core.ids import InstanceId
+from kunserve_lab.bench.environment import environment
 from kunserve_lab.world.fake_main import MODULE as FAKE_MODULE
 
 BETWEEN_FAULTS_S = 2.0
@@ -321,6 +322,7 @@ async def run_chaos(setting: Setting) -> dict[str, object]:
         "internal_errors": num_errors,
         "left": left,
         "ok": is_ok,
+        "commit": environment()["commit"],
     }
 
 

@@ -64,6 +64,10 @@ class Runs:
         """One run."""
         return self._runs[system, at]
 
+    def ran(self, system: str, at: float) -> bool:
+        """Whether it ran at this load."""
+        return (system, at) in self._runs
+
     def draws(self, system: str, at: float) -> dict[int, RunResult]:
         """Its run of each seed."""
         return self._draws[system, at]
@@ -80,7 +84,7 @@ class Runs:
 
     def has(self, system: str) -> bool:
         """Whether it ran at the load of claims."""
-        return (system, self.fixed) in self._draws
+        return self.ran(system, self.fixed)
 
     def gains(self, other: str, field: str, system: str = "drop") -> list[float]:
         """How many times lower the system's is than the other's there, in equal draws."""

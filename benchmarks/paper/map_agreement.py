@@ -139,25 +139,32 @@ def compare_all() -> None:
                 report.add(name, value, "", where=where, run=run)
 
 
+def dots(mix: str, utilization: float) -> tuple[Mark, ...]:
+    """The simulated bursts of a panel: drawn ones, and those of experiments of its memory."""
+    wanted = _place(mix, utilization)
+    return tuple(
+        Mark("", one.height, one.length_s, one.simulated)
+        for one in compared()
+        if wanted == (_place(*_ON_PANEL[one.where]) if one.where in _ON_PANEL else one.where)
+    )
+
+
+def panel(mix: str, utilization: float) -> Panel:
+    """The map of a mix and a share of weights, with what was simulated."""
+    able = burst_map.capacity(utilization, burst_map.mixes()[mix])
+    drawn = make_map(able, DRAWN_BASE, FINE_HEIGHTS, FINE_LENGTHS_S)
+    title = (
+        f"{mix}, weights in {burst_map.SHARES[utilization]} of memory\n"
+        f"X = {able.full_rate:.2g}/s per GPU, a request stays {able.residence_s:.0f} s"
+    )
+    return Panel(title, drawn, dots(mix, utilization))
+
+
 def draw() -> None:
     """The picture of the document: a row for each share of weights, a column for each mix."""
-    dots: dict[str, list[Mark]] = {}
-    for one in compared():
-        panel = _ON_PANEL.get(one.where)
-        where = one.where if panel is None else _place(*panel)
-        dots.setdefault(where, []).append(Mark("", one.height, one.length_s, one.simulated))
-    panels = []
-    for utilization, share in burst_map.SHARES.items():
-        row = []
-        for mix, lengths in burst_map.mixes().items():
-            able = burst_map.capacity(utilization, lengths)
-            drawn = make_map(able, DRAWN_BASE, FINE_HEIGHTS, FINE_LENGTHS_S)
-            title = (
-                f"{mix}, weights in {share} of memory\n"
-                f"X = {able.full_rate:.2g}/s per GPU, a request stays {able.residence_s:.0f} s"
-            )
-            row.append(Panel(title, drawn, tuple(dots.get(_place(mix, utilization), ()))))
-        panels.append(row)
+    panels = [
+        [panel(mix, utilization) for mix in burst_map.mixes()] for utilization in burst_map.SHARES
+    ]
     note = (
         f"colours: fluid model, bursts after {DRAWN_BASE:g} X; dots: simulated with the real "
         "controller, arrivals of real services or Poisson. Qwen2.5-14B, A800"

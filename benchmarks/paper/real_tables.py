@@ -15,7 +15,8 @@ THREE = ("recompute", "drop", "endless")
 
 
 @functools.cache
-def _groups(folder: str) -> dict[float, AtLoad]:
+def groups(folder: str) -> dict[float, AtLoad]:
+    """A folder's runs by load, on equal requests."""
     return {group.load: group for group in by_load(load(RESULTS / folder))}
 
 
@@ -42,7 +43,7 @@ def _late(group: AtLoad) -> Pick:
     return pick
 
 
-def _figures(group: AtLoad) -> dict[str, tuple[Pick, str]]:
+def figures(group: AtLoad) -> dict[str, tuple[Pick, str]]:
     """What is told of a run, by the row's name: how it is read and how it is written."""
     return {
         "P50 TTFT (s)": (_seconds("ttft_p50_s"), ".2f"),
@@ -54,18 +55,19 @@ def _figures(group: AtLoad) -> dict[str, tuple[Pick, str]]:
     }
 
 
-def _rate(group: AtLoad) -> str:
+def rate(group: AtLoad) -> str:
+    """How many requests came per second."""
     run = group.runs[0]
     return f"{run.num_requests / 200:.2f} req/s"  # over the window of 200 s
 
 
 def _cell(group: AtLoad, system: str, name: str) -> Cell | None:
-    return cell(group.by_system[system], _figures(group)[name][0])
+    return cell(group.by_system[system], figures(group)[name][0])
 
 
 def one_result() -> list[Row]:
     """README's: the lower load, and what is left of it at the higher one; medians."""
-    lower, higher = (_groups(ROUNDS)[at] for at in (0.06, 0.075))
+    lower, higher = (groups(ROUNDS)[at] for at in (0.06, 0.075))
     rows: list[Row] = [("", *(f"`{system}`" for system in THREE))]
     for group, name in (
         (lower, "P50 TTFT (s)"),
@@ -76,7 +78,7 @@ def one_result() -> list[Row]:
         (lower, "longest pause (s)"),
         (lower, LATE),
     ):
-        shown = name if group is lower else f"{name}, {_rate(group)}"
+        shown = name if group is lower else f"{name}, {rate(group)}"
         rows.append((shown, *(_one(group, system, name) for system in THREE)))
     return rows
 
@@ -84,18 +86,18 @@ def one_result() -> list[Row]:
 def rounds() -> list[Row]:
     """Two loads below each other, with ranges."""
     rows: list[Row] = []
-    for group in (_groups(ROUNDS)[at] for at in (0.06, 0.075)):
-        rows.append((f"{_rate(group)}", *(f"`{system}`" for system in THREE)))
-        for name, (_, form) in _figures(group).items():
+    for group in (groups(ROUNDS)[at] for at in (0.06, 0.075)):
+        rows.append((f"{rate(group)}", *(f"`{system}`" for system in THREE)))
+        for name, (_, form) in figures(group).items():
             found = (_cell(group, system, name) for system in THREE)
-            rows.append((name, *("-" if c is None else _spaced(c.shown(form)) for c in found)))
+            rows.append((name, *("-" if c is None else spaced(c.shown(form)) for c in found)))
     return rows
 
 
 def rivals() -> list[Row]:
     """Every rival at one load: a row each."""
-    group = _groups(RIVALS)[0.06]
-    names = list(_figures(group))
+    group = groups(RIVALS)[0.06]
+    names = list(figures(group))
     rows: list[Row] = [("one run of each", *names)]
     for system in group.by_system:
         rows.append((f"`{system}`", *(_one(group, system, name) for name in names)))
@@ -104,20 +106,21 @@ def rivals() -> list[Row]:
 
 def above() -> list[Row]:
     """Loads that do not fit after the drop, with parking behind it."""
-    groups = [_groups(ABOVE)[at] for at in (0.095, 0.125)]
-    names = list(_figures(groups[0]))
+    both = [groups(ABOVE)[at] for at in (0.095, 0.125)]
+    names = list(figures(both[0]))
     rows: list[Row] = [("one run of each", *names)]
-    for group in groups:
+    for group in both:
         for system in ("recompute", "drop", "drop-park", "endless"):
             cells = (_one(group, system, name) for name in names)
-            rows.append((f"`{system}`, {_rate(group)}", *cells))
+            rows.append((f"`{system}`, {rate(group)}", *cells))
     return rows
 
 
 def _one(group: AtLoad, system: str, name: str) -> str:
     found = _cell(group, system, name)
-    return "-" if found is None else _spaced(format(found.median, _figures(group)[name][1]))
+    return "-" if found is None else spaced(format(found.median, figures(group)[name][1]))
 
 
-def _spaced(text: str) -> str:
+def spaced(text: str) -> str:
+    """As documents write percents."""
     return text.replace("%", " %")

@@ -25,7 +25,7 @@ from benchmarks.paper.sparse_models import NAMES
 from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances
 from kunserve_lab.compare.simulated.projection import HELPS
 
-_RUN = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
+RUN_NAME = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
 """The name of a run's file: drop-load0.06-seed0-round1, in older results drop-0.06."""
 
 
@@ -187,7 +187,7 @@ def prediction() -> list[Row]:
             errors.setdefault(settings["run"], {})[settings["of"]] = line["value"]
     rows: list[Row] = [("load", "system", *(name.removesuffix(" (s)") for name in names))]
     for run, values in errors.items():
-        named = _RUN.fullmatch(run)
+        named = RUN_NAME.fullmatch(run)
         assert named is not None, run
         rows.append((named["load"], named["system"], *(signed(values[name]) for name in names)))
     return rows

@@ -36,6 +36,11 @@ class Panel:
 
 
 def plot_maps(panels: Sequence[Sequence[Panel]], path: Path, note: str) -> None:
+    """`draw_maps` as a file."""
+    draw_maps(panels, note).savefig(path)
+
+
+def draw_maps(panels: Sequence[Sequence[Panel]], note: str) -> Figure:
     """A picture of rows of maps with one scale of colours."""
     num_rows, num_columns = len(panels), len(panels[0])
     size = (3.0 + 3.0 * num_columns, 1.4 + 2.9 * num_rows)
@@ -56,7 +61,7 @@ def plot_maps(panels: Sequence[Sequence[Panel]], path: Path, note: str) -> None:
     bar.ax.minorticks_off()
     bar.set_label("P99 TTFT: times lower with drops")
     figure.supxlabel(f"{_KEY}\n{note}", fontsize=7, color="#555555")
-    figure.savefig(path)
+    return figure
 
 
 def _draw(axis: Axes, panel: Panel, norm: LogNorm) -> None:

@@ -1,0 +1,134 @@
+"""What the report's text says of real runs and of checks of the simulator, by name."""
+
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.paper import real_tables
+from benchmarks.paper.kept_results import figures_of, signed
+from benchmarks.paper.report import checks, real_bursts
+from benchmarks.paper.report.own_tables import bounds
+from benchmarks.paper.report.template import Text
+from kunserve_lab.compare.groups import AtLoad
+
+SYSTEMS = ("recompute", "drop", "endless")
+FIELDS = {
+    "p50": ("P50 TTFT (s)", "{:.2f} s"),
+    "p99": ("P99 TTFT (s)", "{:.1f} s"),
+    "tpot": ("P50 TPOT (ms)", "{:.0f} ms"),
+    "tpot90": ("P90 TPOT (ms)", "{:.0f} ms"),
+    "pause": ("longest pause (s)", "{:.1f} s"),
+    "late": (real_tables.LATE, "{:.0%}"),
+}
+
+
+def measured_values() -> dict[str, Text]:
+    """Of the real burst and of everything the simulator is held against."""
+    return {
+        **_real(),
+        **_checked(),
+        **_faults(),
+        "bound.reached": lambda: f"{100 * max(one.reached for one in bounds()):.0f} %",
+        "real-map.points": lambda: str(len(real_bursts.placed())),
+        "real-map.within": lambda: str(sum(one.is_within for one in real_bursts.placed())),
+    }
+
+
+def _real() -> dict[str, Text]:
+    """``lower`` and ``higher`` are the least and the greatest load of `real_tables.ROUNDS`."""
+    found: dict[str, Text] = {}
+    for place in ("lower", "higher"):
+        of = f"real.{place}"
+        found[f"{of}.rate"] = partial(_rate, place)
+        found[f"{of}.rounds"] = partial(_rounds, place)
+        found[f"{of}.requests"] = partial(_requests, place)
+        found[f"{of}.of-endless"] = partial(_ratio, place, "drop", "endless")
+        found[f"{of}.gain"] = partial(_ratio, place, "recompute", "drop")
+        for system in SYSTEMS:
+            for name, (row, form) in FIELDS.items():
+                found[f"{of}.{system}.{name}"] = partial(_told, place, system, row, form)
+    return found
+
+
+def _group(place: str) -> AtLoad:
+    groups = real_tables.groups(real_tables.ROUNDS)
+    return groups[min(groups) if place == "lower" else max(groups)]
+
+
+def _rate(place: str) -> str:
+    return real_tables.rate(_group(place))
+
+
+def _rounds(place: str) -> str:
+    return str(_group(place).num_each)
+
+
+def _requests(place: str) -> str:
+    return str(_group(place).runs[0].num_requests)
+
+
+def _told(place: str, system: str, row: str, form: str) -> str:
+    return real_tables.spaced(form.format(real_bursts.median(_group(place), system, row)))
+
+
+def _ratio(place: str, above: str, below: str) -> str:
+    """Of the medians of P99 TTFT."""
+    one, two = (real_bursts.median(_group(place), name, real_tables.P99) for name in (above, below))
+    return f"{one / two:.1f}"
+
+
+def _checked() -> dict[str, Text]:
+    """The simulator beside publications, beside Vidur, and beside real runs."""
+
+    def steps(pick: Callable[[list[float]], float]) -> str:
+        lines = figures_of("published_steps")
+        return signed(pick([line["value"] for line in lines if line["name"] == "error"]))
+
+    def ratio(pick: Callable[[list[float]], float]) -> str:
+        return signed(100 * pick([one.error for one in checks.ratios()]))
+
+    def vidur(name: str) -> str:
+        return f"{max(checks.vidur_errors(name)):.0f} %"
+
+    def sensitive(of: str, pick: Callable[[list[float]], float]) -> str:
+        medians = [
+            line["value"]
+            for line in figures_of("sensitivity")
+            if line["name"] == "P99 TTFT lower" and line["settings"]["of"] == of
+        ]
+        return f"{pick(medians):.1f}x"
+
+    found: dict[str, Text] = {
+        "steps.least": partial(steps, min),
+        "steps.most": partial(steps, max),
+        "prediction.ratio.least": partial(ratio, min),
+        "prediction.ratio.most": partial(ratio, max),
+        "vidur.p50": partial(vidur, "TTFT P50"),
+        "vidur.p99": partial(vidur, "P99"),
+        "cost.least": lambda: f"{min(checks.cost_errors('kunserve')):.1f} %",
+        "cost.most": lambda: f"{max(checks.cost_errors('kunserve')):.1f} %",
+        "cost.blind.most": lambda: f"{max(checks.cost_errors('no attention')):.0f} %",
+    }
+    for slug, of in (("longbench", "LongBench"), ("heavy", "heavy weights")):
+        found[f"sensitivity.{slug}.least"] = partial(sensitive, of, min)
+        found[f"sensitivity.{slug}.most"] = partial(sensitive, of, max)
+    return found
+
+
+def _faults() -> dict[str, Text]:
+    """What runs of random faults counted, all together."""
+    return {"faults.told": _counted}
+
+
+def _counted() -> str:
+    runs = checks.fault_runs()
+    if not runs:
+        return "**Nothing is counted yet**: no run is kept."
+    asked, same, wrong = (
+        sum(getattr(run, name) for run in runs)
+        for name in ("num_requests", "num_identical", "num_wrong")
+    )
+    minutes = sum(run.minutes for run in runs)
+    return (
+        f"Altogether {asked:,} requests over {minutes:.0f} minutes, {same:,} answered whole and "
+        f"identical, {wrong:,} wrong."
+    )
