@@ -11,7 +11,7 @@ from benchmarks.markdown import Row
 from benchmarks.paper import real_tables
 from benchmarks.paper.kept_results import RESULTS
 from benchmarks.paper.points import Point
-from benchmarks.paper.real_tables import figures, groups, rate, spaced
+from benchmarks.paper.real_tables import FIRST, SECOND, figures, groups, rate, spaced
 from kunserve_lab.compare.experiment_file import read_experiment
 from kunserve_lab.compare.groups import AtLoad
 from kunserve_lab.compare.output.table import Cell, Pick, cell
@@ -20,15 +20,21 @@ from kunserve_lab.compare.simulated.projection import Projection, capacity, outl
 from kunserve_lab.sim.fluid import Capacity
 
 ROOT = Path(__file__).parents[3]
-SECOND = "overload-second-burst"
-"""The folder of the window's second burst, on which no rule was tuned."""
 SECOND_COMMAND = (
     "kunserve compare experiments/overload_second_burst.toml -o benchmarks/results/"
     "overload-second-burst"
 )
-EXPERIMENTS = {real_tables.ROUNDS: "overload", SECOND: "overload_second_burst"}
+EXPERIMENTS = {
+    real_tables.ROUNDS: "overload",
+    FIRST: "overload",
+    SECOND: "overload_second_burst",
+}
 """The experiments in ``experiments/`` that the folders are of."""
-WORDS = {real_tables.ROUNDS: "first burst", SECOND: "second burst"}
+WORDS = {
+    real_tables.ROUNDS: "first burst",
+    FIRST: "first burst, capped",
+    SECOND: "second burst, capped",
+}
 P95 = "P95 TTFT (s)"
 
 
