@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from kunserve_lab.bench.readers import READER_RATES, ReaderStats, reader_stats
 from kunserve_lab.bench.records import RequestRecord
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
@@ -74,6 +75,8 @@ class RunMetrics:
     pause: LatencyStats
     """The longest gap within each response."""
     longest_pause_s: float
+    readers: tuple[ReaderStats, ...]
+    """For each of `READER_RATES`."""
 
 
 def ttft_s(record: RequestRecord) -> float | None:
@@ -184,6 +187,7 @@ def compute_metrics(
         e2el=stats(map(e2el_s, done)),
         pause=stats(pauses),
         longest_pause_s=max((pause for pause in pauses if pause is not None), default=0.0),
+        readers=tuple(reader_stats(done, rate) for rate in READER_RATES),
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from kunserve.core.errors import ConfigError
 from kunserve_lab.bench.metrics import PERCENTILES, RunMetrics, tpot_s, ttft_s
+from kunserve_lab.bench.readers import ReaderStats
 from kunserve_lab.bench.runfile import Run
 from kunserve_lab.compare.experiment import Place, World
 
@@ -71,6 +72,8 @@ class RunResult:
     pause_p99_s: float | None = None
     """Over requests, of the longest gap within each response; as is the next."""
     longest_pause_s: float | None = None
+    readers: tuple[ReaderStats, ...] = ()
+    """What readers of some rates see of the answers. Empty in older files."""
     client_lag_s: float | None = None
     """How late the client sent the latest percent of the requests."""
     load_average: tuple[float, float] | None = None
@@ -165,6 +168,7 @@ def result_of(
         kv_full_s=next(full, None),
         pause_p99_s=round(metrics.pause.percentile_s(99.0), 5),
         longest_pause_s=round(metrics.longest_pause_s, 5),
+        readers=tuple(map(_rounded, metrics.readers)),
         ttft_ms=tuple(_whole_ms(ttft_s(r)) if r.succeeded else None for r in run.records),
         tpot_ms=tuple(_tenth_ms(tpot_s(r)) if r.succeeded else None for r in run.records),
         **latencies,
@@ -247,6 +251,10 @@ def _line(result: RunResult) -> bytes:
     values = dataclasses.asdict(result)
     known = {name: v for name, v in values.items() if v is not None and v != () and v != {}}
     return msgspec.json.encode(known) + b"\n"
+
+
+def _rounded(stats: ReaderStats) -> ReaderStats:
+    return ReaderStats(*(round(value, 5) for value in dataclasses.astuple(stats)))
 
 
 def _whole_ms(seconds: float | None) -> int | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kunserve_lab.bench.environment import by_code
+from kunserve_lab.bench.readers import READER_RATES
 from kunserve_lab.compare.experiment import World
 from kunserve_lab.compare.groups import AtLoad, by_load
 from kunserve_lab.compare.results import RunResult
@@ -94,6 +95,9 @@ def rows(group: AtLoad) -> list[Row]:
             add(label, "lower", pick)
     add("pause P99 (ms)", "lower", lambda r: r.pause_p99_s and r.pause_p99_s * 1e3)
     add("longest pause (ms)", "lower", lambda r: r.longest_pause_s and r.longest_pause_s * 1e3)
+    for rate in READER_RATES:
+        add(f"visible stall P99 at {rate:g}/s (ms)", "lower", _seen(rate, "stall_p99_s", 1e3))
+        add(f"late tokens at {rate:g}/s", "lower", _seen(rate, "late_share"), ".1%")
     for label, pick in _slo_rows(group):
         add(label, "lower", pick, ".1%")
     add("requests/s", "higher", lambda r: r.request_throughput, ".2f")
@@ -133,6 +137,16 @@ def _latency_rows(group: AtLoad, name: str) -> list[tuple[str, Pick]]:
     if fewest >= MIN_FOR_P999:
         found.append((f"{word} P99.9 (ms)", lambda r: r.percentile_s(name, 99.9) * 1e3))
     return found
+
+
+def _seen(tokens_per_s: float, what: str, factor: float = 1.0) -> Pick:
+    """What readers of that rate see."""
+
+    def pick(result: RunResult) -> float | None:
+        found = [one for one in result.readers if one.tokens_per_s == tokens_per_s]
+        return getattr(found[0], what) * factor if found else None
+
+    return pick
 
 
 def tail(group: AtLoad, name: str) -> tuple[str, Pick]:
