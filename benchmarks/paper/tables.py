@@ -60,7 +60,10 @@ def _over_loads(runs: Runs) -> list[Row]:
     return rows
 
 
-AT_FIXED = ("recompute-rr", "recompute-least", "recompute", "drop", "endless")
+AT_FIXED = (
+    *("recompute-rr", "recompute-least", "recompute-chunk", "recompute"),
+    *("static-pp", "tp-pairs", "drop", "endless"),
+)
 
 
 def fixed() -> list[Row]:
@@ -73,6 +76,22 @@ def fixed() -> list[Row]:
             if runs.has(system)
             else "-"
             for system in AT_FIXED
+        )
+        rows.append((name, *cells))
+    return rows
+
+
+SHEDDING = ("recompute", "recompute-shed", "drop", "drop-shed", "endless")
+
+
+def shedding() -> list[Row]:
+    """Requests in time where the queue has a bound, and how many it refuses: medians of draws."""
+    rows: list[Row] = [("requests/s in time, refused", *(f"`{system}`" for system in SHEDDING))]
+    for name in ("LongBench", "heavy weights", "BurstGPT-like"):
+        runs = runs_of(FIXED[name])
+        cells = (
+            f"{runs.goodput(system, runs.fixed):.2f}, {100 * runs.refused(system):.0f} %"
+            for system in SHEDDING
         )
         rows.append((name, *cells))
     return rows
@@ -233,6 +252,9 @@ TABLES: dict[str, Table] = {
     "agreement": Table(agreement, (*_simulated(*EXPERIMENTS), "map_agreement")),
     "burst-map": Table(burst_map.table, ("burst_map",)),
     "fixed": Table(fixed, _simulated(*FIXED.values())),
+    "shedding": Table(
+        shedding, _simulated(*(FIXED[n] for n in ("LongBench", "heavy weights", "BurstGPT-like")))
+    ),
     "prediction": Table(prediction, ("prediction",)),
     "sparse-instances": Table(sparse_instances, ("sparse_models",)),
     "sparse-models": Table(sparse_bursts, _simulated(*NAMES)),
