@@ -27,8 +27,8 @@ import random
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -73,6 +73,7 @@ ROWS: tuple[tuple[str, Callable[[RunMetrics], float]], ...] = (
 
 PERCENTILES = (50.0, 90.0, 99.0)
 """Of TTFT, whose ratios are told."""
+SECONDS = tuple(one.name for one in fields(CostCoefficients) if one.name.endswith("_s"))
 FIRST = "recompute"
 """The system that the others are held against."""
 PLACE = re.compile(r"-(load)?[\d.]+(-seed\d+)?(?=-round\d+$|$)")
@@ -159,6 +160,21 @@ def simulations(
     return found
 
 
+def slower(profile: Profile, times: float) -> Profile:
+    """The profile of a machine whose steps take so many times as long, all of them."""
+
+    def scaled(cost: CostCoefficients) -> CostCoefficients:
+        seconds = {name: getattr(cost, name) for name in SECONDS}
+        return replace(cost, **{name: times * value for name, value in seconds.items()})
+
+    return replace(
+        profile,
+        coefficients=scaled(profile.coefficients),
+        serving=scaled(profile.serving),
+        alone=scaled(profile.alone),
+    )
+
+
 def system_of(run: Run, config: KunServeConfig) -> System:
     """Which system it was: by its name, in an older file by its policy."""
     return find_system(run.label if run.label in SYSTEMS else config.overload.policy)
@@ -171,17 +187,24 @@ def predict(run: Run, found: Sequence[Run]) -> list[Prediction]:
 
 
 def report_run(
-    report: Report, path: Path, profile: Profile, options: argparse.Namespace
+    report: Report,
+    path: Path,
+    profile: Profile,
+    options: argparse.Namespace,
+    known: Mapping[object, tuple[Run, ...]],
 ) -> Iterator[Simulated]:
-    """One real run beside its simulations, which are given back."""
+    """One real run beside its simulations, which are given back. ``known`` are earlier ones'."""
     run = read_run(path)
     sources: list[tuple[str, Steps]] = [("profile", (profile.serving, profile.alone))]
     trace = trace_of(path)
     if trace.exists():
         sources.append(("its own", fit_steps(read_steps(trace))))
     for source, steps in sources:
-        found = simulations(run, profile, steps, options.num_runs, options.jitter_ms / 1e3)
-        yield Simulated(path, source, run, tuple(found))
+        found = known.get(asked(run, source))
+        if found is None:
+            made = simulations(run, profile, steps, options.num_runs, options.jitter_ms / 1e3)
+            found = tuple(made)
+        yield Simulated(path, source, run, found)
         for row in predict(run, found):
             case: dict[str, Setting] = {"run": path.stem, "step_times": source, "of": row.name}
             report.add("real", row.real, "", **case)
@@ -189,6 +212,12 @@ def report_run(
             report.add("least", min(row.simulated), "", **case)
             report.add("most", max(row.simulated), "", **case)
             report.add("error", 100 * row.error, "%", **case)
+
+
+def asked(run: Run, source: str) -> object:
+    """What is simulated: for all rounds of a system the same. Steps of its own are of one run."""
+    server = dict(run.config)["serve"]
+    return run.provenance, run.label, server, source if source == "profile" else id(run)
 
 
 def report_ratios(report: Report, everything: Sequence[Simulated]) -> None:
@@ -300,16 +329,26 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, required=True, help="of `kunserve profile`")
     parser.add_argument("--num-runs", type=int, default=15, help="simulations of each run")
     parser.add_argument("--jitter-ms", type=float, default=5.0)
+    parser.add_argument(
+        "--times", type=float, default=1.0,
+        help="steps take so many times what the profile says: as P50 TPOT of `endless` shows",
+    )  # fmt: skip
     options = parser.parse_args()
-    profile = read_profile(options.profile)
+    profile = slower(read_profile(options.profile), options.times)
     runs = [path for path in options.files if path.suffix == ".jsonl"]
     traces = [path for path in options.files if path.suffix != ".jsonl"]
     traces += [trace for trace in map(trace_of, runs) if trace.exists() and trace not in traces]
-    with Report("prediction", profile=options.profile.name) as report:
-        found = [one for path in runs for one in report_run(report, path, profile, options)]
+    settings: dict[str, Setting] = {"profile": options.profile.name, "times": options.times}
+    with Report("prediction", **settings) as report:
+        known: dict[object, tuple[Run, ...]] = {}
+        found: list[Simulated] = []
+        for path in runs:
+            for one in report_run(report, path, profile, options, known):
+                found.append(one)
+                known[asked(one.run, one.source)] = one.found
         for path in traces:
             report_steps(report, path, profile)
-    with Report("prediction_ratio", profile=options.profile.name) as report:
+    with Report("prediction_ratio", **settings) as report:
         report_ratios(report, found)
 
 

@@ -106,10 +106,6 @@ class Runs:
         runs = self.draws(system, self.fixed).values()
         return float(statistics.median(getattr(run, field) for run in runs))
 
-    def gain(self, at: float) -> float:
-        """How many times lower `drop` has P99 TTFT than `recompute`."""
-        return self.run("recompute", at).ttft_p99_s / self.run("drop", at).ttft_p99_s
-
     @property
     def differing(self) -> list[float]:
         """The loads at which anything is dropped."""

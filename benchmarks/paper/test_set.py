@@ -116,15 +116,18 @@ def ask(*, again: bool) -> None:
     wanted = [(p, seed, name) for p in points() for seed in back.seeds for name in back.systems]
     if not again:
         check_unasked(made, len(wanted))
-    with results_path().open("a") as file, contextlib.redirect_stdout(file):
-        with Report(BENCHMARK, code(), version=version) as report:
-            for number, (point, seed, system) in enumerate(wanted):
-                asked = Asked(point.name, seed, system, version, code())
-                if asked in made and not again:
-                    continue
-                print(f"{number}/{len(wanted)} {point.name}, {system}", file=sys.stderr)
-                for name, value, unit in run_figures(system, point.scenario(seed)):
-                    report.add(name, value, unit, point=point.name, seed=seed, system=system)
+    with (
+        results_path().open("a") as file,
+        contextlib.redirect_stdout(file),
+        Report(BENCHMARK, code(), version=version) as report,
+    ):
+        for number, (point, seed, system) in enumerate(wanted):
+            asked = Asked(point.name, seed, system, version, code())
+            if asked in made and not again:
+                continue
+            print(f"{number}/{len(wanted)} {point.name}, {system}", file=sys.stderr)
+            for name, value, unit in run_figures(system, point.scenario(seed)):
+                report.add(name, value, unit, point=point.name, seed=seed, system=system)
 
 
 def table() -> list[Row]:

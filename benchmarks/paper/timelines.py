@@ -129,7 +129,7 @@ def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_line(axis: Axes, line: dict[str, Any], of: str, **style: str) -> None:
+def _draw_line(axis: Axes, line: dict[str, Any], of: str, **style: Any) -> None:
     values = [float("nan") if value is None else value for value in line[of]]
     times_s = line["part_s"] * (np.arange(len(values)) + 0.5)
     axis.plot(times_s, values, color=COLORS[line["system"]], linewidth=1.0, **style)

@@ -61,9 +61,10 @@ def test_no_benchmark_takes_those_draws_of_itself() -> None:
     found = []
     for path in (FOLDER / "paper").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Assign) and {
-                target.id for target in node.targets if isinstance(target, ast.Name)
-            } & NAMES:
+            if (
+                isinstance(node, ast.Assign)
+                and {target.id for target in node.targets if isinstance(target, ast.Name)} & NAMES
+            ):
                 found += _numbers(node.value)
             if isinstance(node, ast.Call) and node.args and _flag(node.args[0]) in NAMES:
                 found += [n - 1 for key in node.keywords for n in _numbers(key.value)]

@@ -58,9 +58,7 @@ def test_requests_that_not_all_completed_are_left_out() -> None:
 
 def test_folders_loads_and_draws_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
     one = simulated("recompute", 4.0, [8.0])
-    other = Simulated(
-        Path("some/drop-load0.09-seed0-round1.jsonl"), "profile", one.run, one.found
-    )
+    other = Simulated(Path("some/drop-load0.09-seed0-round1.jsonl"), "profile", one.run, one.found)
     assert ratios(one, other) == {}
     elsewhere = Simulated(Path("x") / one.path.name, "profile", run_of("drop", [1.0]), one.found)
     assert ratios(one, elsewhere) == {}

@@ -24,7 +24,6 @@ from kunserve_lab.workload.workload import Lengths, Workload
 from tests.examples import examples
 from tests.lab.sim.worlds import burst, run, scenario, small_profile
 
-
 COST = CostCoefficients(0.0, 1e-4, 1e-3, 1e-3)
 
 
