@@ -12,6 +12,10 @@ milliseconds, and the figures are the median of the simulations, their range, an
 median is from the real run. With a trace the same is done with step times fitted to the run's own
 steps: what is left of an error then is the simulator's, and the rest was the profile's.
 
+*Ratios.* What the simulator is asked for is how many times lower a system's TTFT is than another's.
+For runs of one folder, load and seed: the ratio of `recompute` to each other system, real (medians
+over rounds) and simulated, over the requests that all of them completed.
+
 *Steps.* Every step of a trace against the profile's prediction for the same batch, by what the
 batch held and by whether another instance computed meanwhile; and how long instances stood between
 two steps that follow each other closely.
@@ -20,10 +24,11 @@ two steps that follow each other closely.
 import argparse
 import itertools
 import random
+import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -46,7 +51,7 @@ from kunserve_lab.bench.metrics import RunMetrics, compute_metrics
 from kunserve_lab.bench.runfile import Run, read_run
 from kunserve_lab.compare.simulated.scenario import Scenario
 from kunserve_lab.compare.simulated.simulation import simulate
-from kunserve_lab.compare.systems import find_system
+from kunserve_lab.compare.systems import SYSTEMS, System, find_system
 from kunserve_lab.sim.costs import cpu_profile
 from kunserve_lab.sim.models import find_model
 from kunserve_lab.workload.workload import Lengths, Workload
@@ -64,6 +69,27 @@ ROWS: tuple[tuple[str, Callable[[RunMetrics], float]], ...] = (
     ("TPOT P99 (s)", lambda m: m.tpot.percentile_s(99.0)),
     ("output tokens/s", lambda m: m.output_throughput),
 )
+
+
+PERCENTILES = (50.0, 90.0, 99.0)
+"""Of TTFT, whose ratios are told."""
+SECONDS = tuple(one.name for one in fields(CostCoefficients) if one.name.endswith("_s"))
+FIRST = "recompute"
+"""The system that the others are held against."""
+PLACE = re.compile(r"-(load)?[\d.]+(-seed\d+)?(?=-round\d+$|$)")
+"""Load and seed, in the name of a run's file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """One real run, and what the simulator makes of it."""
+
+    path: Path
+    source: str
+    """Of the step times."""
+    run: Run
+    found: tuple[Run, ...]
+    """One for each draw of the milliseconds by which arrivals are moved: the same for all runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +133,9 @@ def workload_of(run: Run, generator: random.Random | None, jitter_s: float) -> W
     return Workload(tuple(moments), lengths, run.provenance)
 
 
-def predict(
+def simulations(
     run: Run, profile: Profile, steps: Steps, num_runs: int, jitter_s: float
-) -> list[Prediction]:
+) -> list[Run]:
     """Simulate the run's cluster under its requests, with these step times."""
     config = config_of(run)
     scenario = Scenario(
@@ -124,31 +150,123 @@ def predict(
         scheduler=config.scheduler,
         cost=profile.coefficients,
     )
-    system = find_system(config.overload.policy)
+    # The real server's flags say how much memory it had.
+    system = replace(system_of(run, config), memory_factor=1.0)
     generator = random.Random(0)
-    found: list[RunMetrics] = []
+    found: list[Run] = []
     for number in range(num_runs):
         moved = workload_of(run, generator if number else None, jitter_s)
-        found.append(simulate(system, replace(scenario, workload=moved)).metrics)
-    real = compute_metrics(run.records, run.duration_s)
-    return [Prediction(name, value(real), tuple(value(m) for m in found)) for name, value in ROWS]
+        found.append(simulate(system, replace(scenario, workload=moved)).run)
+    return found
 
 
-def report_run(report: Report, path: Path, profile: Profile, options: argparse.Namespace) -> None:
-    """One real run beside its simulations."""
+def slower(profile: Profile, times: float) -> Profile:
+    """The profile of a machine whose steps take so many times as long, all of them."""
+
+    def scaled(cost: CostCoefficients) -> CostCoefficients:
+        seconds = {name: getattr(cost, name) for name in SECONDS}
+        return replace(cost, **{name: times * value for name, value in seconds.items()})
+
+    return replace(
+        profile,
+        coefficients=scaled(profile.coefficients),
+        serving=scaled(profile.serving),
+        alone=scaled(profile.alone),
+    )
+
+
+def system_of(run: Run, config: KunServeConfig) -> System:
+    """Which system it was: by its name, in an older file by its policy."""
+    return find_system(run.label if run.label in SYSTEMS else config.overload.policy)
+
+
+def predict(run: Run, found: Sequence[Run]) -> list[Prediction]:
+    """The run's figures beside those of its simulations."""
+    real, *made = (compute_metrics(one.records, one.duration_s) for one in (run, *found))
+    return [Prediction(name, value(real), tuple(map(value, made))) for name, value in ROWS]
+
+
+def report_run(
+    report: Report,
+    path: Path,
+    profile: Profile,
+    options: argparse.Namespace,
+    known: Mapping[object, tuple[Run, ...]],
+) -> Iterator[Simulated]:
+    """One real run beside its simulations, which are given back. ``known`` are earlier ones'."""
     run = read_run(path)
     sources: list[tuple[str, Steps]] = [("profile", (profile.serving, profile.alone))]
     trace = trace_of(path)
     if trace.exists():
         sources.append(("its own", fit_steps(read_steps(trace))))
     for source, steps in sources:
-        for row in predict(run, profile, steps, options.num_runs, options.jitter_ms / 1e3):
+        found = known.get(asked(run, source))
+        if found is None:
+            made = simulations(run, profile, steps, options.num_runs, options.jitter_ms / 1e3)
+            found = tuple(made)
+        yield Simulated(path, source, run, found)
+        for row in predict(run, found):
             case: dict[str, Setting] = {"run": path.stem, "step_times": source, "of": row.name}
             report.add("real", row.real, "", **case)
             report.add("simulated", row.median, "", **case)
             report.add("least", min(row.simulated), "", **case)
             report.add("most", max(row.simulated), "", **case)
             report.add("error", 100 * row.error, "%", **case)
+
+
+def asked(run: Run, source: str) -> object:
+    """What is simulated: for all rounds of a system the same. Steps of its own are of one run."""
+    server = dict(run.config)["serve"]
+    return run.provenance, run.label, server, source if source == "profile" else id(run)
+
+
+def report_ratios(report: Report, everything: Sequence[Simulated]) -> None:
+    """How many times lower TTFT is than under `recompute`, real and simulated."""
+    alike: dict[tuple[str, str, str], dict[str, list[Simulated]]] = defaultdict(dict)
+    for one in everything:
+        place = PLACE.search(one.path.stem)
+        where = one.path.parent.name, place[0] if place else "", one.source
+        alike[where].setdefault(one.run.label, []).append(one)
+    for (folder, at, source), systems in alike.items():
+        common = frozenset.intersection(*(c for some in systems.values() for c in map(done, some)))
+        for name, some in systems.items():
+            if name == FIRST or FIRST not in systems:
+                continue
+            for percentile in PERCENTILES:
+                real, *found = (
+                    ttft_s(systems[FIRST], which, percentile, common)
+                    / ttft_s(some, which, percentile, common)
+                    for which in (None, *range(len(some[0].found)))
+                )
+                case: dict[str, Setting] = {
+                    "of": f"{folder}{at}", "step_times": source, "system": name,
+                    "ratio": f"TTFT P{percentile:g}",
+                }  # fmt: skip
+                row = Prediction("", real, tuple(found))
+                report.add("real rounds", len(some), "", **case)
+                report.add("real", row.real, "x", **case)
+                report.add("simulated", row.median, "x", **case)
+                report.add("least", min(row.simulated), "x", **case)
+                report.add("most", max(row.simulated), "x", **case)
+                report.add("error", 100 * row.error, "%", **case)
+
+
+def done(one: Simulated) -> frozenset[int]:
+    """The requests that the real run completed."""
+    return frozenset(record.number for record in one.run.records if record.succeeded)
+
+
+def ttft_s(
+    rounds: Sequence[Simulated], which: int | None, percentile: float, common: frozenset[int]
+) -> float:
+    """Of these requests: the median over rounds of the real runs, or of these simulations."""
+    runs = [one.run if which is None else one.found[which] for one in rounds]
+    return statistics.median(
+        compute_metrics(
+            [record for record in run.records if record.number in common], run.duration_s
+        ).ttft.percentile_s(percentile)
+        for run in runs
+    )
 
 
 def trace_of(path: Path) -> Path:
@@ -211,16 +329,27 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, required=True, help="of `kunserve profile`")
     parser.add_argument("--num-runs", type=int, default=15, help="simulations of each run")
     parser.add_argument("--jitter-ms", type=float, default=5.0)
+    parser.add_argument(
+        "--times", type=float, default=1.0,
+        help="steps take so many times what the profile says: as P50 TPOT of `endless` shows",
+    )  # fmt: skip
     options = parser.parse_args()
-    profile = read_profile(options.profile)
+    profile = slower(read_profile(options.profile), options.times)
     runs = [path for path in options.files if path.suffix == ".jsonl"]
     traces = [path for path in options.files if path.suffix != ".jsonl"]
     traces += [trace for trace in map(trace_of, runs) if trace.exists() and trace not in traces]
-    with Report("prediction", profile=options.profile.name) as report:
+    settings: dict[str, Setting] = {"profile": options.profile.name, "times": options.times}
+    with Report("prediction", **settings) as report:
+        known: dict[object, tuple[Run, ...]] = {}
+        found: list[Simulated] = []
         for path in runs:
-            report_run(report, path, profile, options)
+            for one in report_run(report, path, profile, options, known):
+                found.append(one)
+                known[asked(one.run, one.source)] = one.found
         for path in traces:
             report_steps(report, path, profile)
+    with Report("prediction_ratio", **settings) as report:
+        report_ratios(report, found)
 
 
 if __name__ == "__main__":

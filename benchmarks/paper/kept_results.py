@@ -43,9 +43,12 @@ class Runs:
         self._commits = sorted({str(run.environment.get("commit")) for run in all_runs})
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         self._violations: dict[tuple[str, float], list[list[float]]] = {}
+        self._rates: dict[tuple[str, float], list[float]] = {}
         for line in lines:
-            late = self._violations.setdefault((line["system"], line["load"]), [])
-            late.append(line.get(SLO_KEY, []))
+            key = line["system"], line["load"]
+            self._violations.setdefault(key, []).append(line.get(SLO_KEY, []))
+            rate = line["num_requests"] / line["duration_s"]
+            self._rates.setdefault(key, []).append(rate)
 
     @property
     def loads(self) -> list[float]:
@@ -77,6 +80,17 @@ class Runs:
         place = FACTORS.index(factor)
         return statistics.median(late[place] for late in self._violations[system, at])
 
+    def goodput(self, system: str, at: float, factor: float = FACTOR) -> float:
+        """Requests within the objective per second of the run: the median over draws."""
+        place = FACTORS.index(factor)
+        draws = zip(self._violations[system, at], self._rates[system, at], strict=True)
+        return statistics.median((1.0 - late[place]) * rate for late, rate in draws)
+
+    def refused(self, system: str) -> float:
+        """Share of the requests that it refuses at the load of claims: the median over draws."""
+        runs = self.draws(system, self.fixed).values()
+        return float(statistics.median((run.num_shed or 0) / run.num_requests for run in runs))
+
     @property
     def fixed(self) -> float:
         """The load of claims, which is fixed beforehand: the highest of a ``claims_*``."""
@@ -95,10 +109,6 @@ class Runs:
         """Of the draws there."""
         runs = self.draws(system, self.fixed).values()
         return float(statistics.median(getattr(run, field) for run in runs))
-
-    def gain(self, at: float) -> float:
-        """How many times lower `drop` has P99 TTFT than `recompute`."""
-        return self.run("recompute", at).ttft_p99_s / self.run("drop", at).ttft_p99_s
 
     @property
     def differing(self) -> list[float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.markdown import Row
+from benchmarks.paper.held_back import held_back
 from benchmarks.paper.kept_results import RESULTS, figures_of
 from benchmarks.paper.simulated_code import UNKNOWN, code
 from benchmarks.report import Report
@@ -42,11 +43,17 @@ class Point:
     max_total_tokens: int | None = ARTIFACT_TOKENS
     later_window_s: tuple[float, float] | None = None
     """A part of Azure's trace that no experiment has (`later_azure_trace`), instead of its own."""
+    is_test: bool = False
+    """Of the test set: everything else is refused what is held back."""
 
     def scenario(self, seed: int) -> Scenario:
-        """One draw of its requests, and its cluster."""
+        """One draw of its requests, and its cluster. Raises ConfigError for what is held back."""
+        if not self.is_test:
+            held_back().check_free(seed, self.later_window_s)
         experiment = read_experiment(ROOT / "experiments" / f"{self.experiment}.toml")
-        workload = replace(experiment.workload, max_total_tokens=self.max_total_tokens)
+        workload = experiment.workload
+        if not self.is_test:
+            workload = replace(workload, max_total_tokens=self.max_total_tokens)
         if self.later_window_s is not None:
             start_s, end_s = self.later_window_s
             trace = later_azure_trace()
@@ -108,7 +115,7 @@ UNSEEN = tuple(
     )
 )
 """Chosen by their arrivals before anything was run on them: the three highest bursts of the code
-service in the rest of the trace that do not overlap."""
+service in the rest of the trace that do not overlap. Rules have been held against them since."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -171,13 +178,14 @@ def run_missing(
             if key in known and (known[key].code == code() or not again):
                 num_other += known[key].code != code()
                 continue
-            for name, value, unit in _run(system, point.scenario(seed)):
+            for name, value, unit in run_figures(system, point.scenario(seed)):
                 report.add(name, value, unit, point=point.name, seed=seed, system=system)
     if num_other:
         print(f"{num_other} kept runs are of other code than {code()}", file=sys.stderr)
 
 
-def _run(system: str, scenario: Scenario) -> Iterator[tuple[str, float, str]]:
+def run_figures(system: str, scenario: Scenario) -> Iterator[tuple[str, float, str]]:
+    """What is kept of one run: name, value and unit of each figure."""
     result = simulate(find_system(system), scenario)
     metrics = result.metrics
     yield "P50 TTFT", metrics.ttft.percentile_s(50.0), "s"

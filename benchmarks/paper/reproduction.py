@@ -1,13 +1,16 @@
 """Runs every experiment of the simulated world, and writes the tables of the documents.
 
     python -m benchmarks.paper.reproduction [NAME ...] [--jobs N]      (or: make experiments)
+    python -m benchmarks.paper.reproduction NAME ... --missing
     python -m benchmarks.paper.reproduction --tables
 
 A run that results/NAME has already, of the same settings and requests, is not run again: a broken
 off call goes on where it stopped. When an experiment is complete, what the document needs of it
 goes to benchmarks/results/simulated/NAME.jsonl, and the tables between the markers of
 docs/reproduction.md and of the other ``DOCUMENTS`` are written anew from there.
-``--tables`` does only that. All of it takes an hour of one core.
+``--missing`` runs only the systems that the committed results lack, and adds them: the others
+stay as they are, of the code that made them. ``--tables`` writes tables only. All of it takes an
+hour of one core.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,11 +26,12 @@ import msgspec
 from benchmarks.markdown import markdown
 from benchmarks.paper.kept_results import RESULTS, SLO_KEY, figures_of, runs_of
 from benchmarks.paper.tables import TABLES
+from kunserve.core.errors import ConfigError
 from kunserve_lab.compare.comparison import Options, compare
-from kunserve_lab.compare.experiment import World
+from kunserve_lab.compare.experiment import Experiment, World
 from kunserve_lab.compare.experiment_file import read_experiment
 from kunserve_lab.compare.groups import by_load
-from kunserve_lab.compare.results import RunResult
+from kunserve_lab.compare.results import RunResult, load
 from kunserve_lab.compare.slo import FACTORS, one_base, violations
 
 ROOT = Path(__file__).parents[2]
@@ -52,12 +57,16 @@ def experiments() -> dict[str, Path]:
     return {path.stem: path for path in simulated}
 
 
-def kept(results: Sequence[RunResult]) -> bytes:
-    """The lines that are committed: a run's fields without its requests, and its late shares."""
+def kept(results: Sequence[RunResult], beside: Sequence[RunResult] = ()) -> bytes:
+    """The lines that are committed: a run's fields without its requests, and its late shares.
+
+    ``beside`` are runs that were committed before, for the objectives.
+    """
     lines = []
-    for group in by_load(results):
+    places = {run.place for run in results}
+    for group in by_load([*beside, *results]):
         base = one_base(group)
-        for run in group.runs:
+        for run in (run for run in group.runs if run.place in places):
             late = [violations(run, base, factor) for factor in FACTORS]
             values = {
                 name: value
@@ -88,11 +97,32 @@ def update_documents() -> None:
         document.write_text(write_tables(document.read_text()))
 
 
-def run(name: str, path: Path, num_jobs: int | None) -> None:
+def run(name: str, path: Path, num_jobs: int | None, *, only_missing: bool = False) -> None:
     """One experiment, and its part of the document."""
-    results = compare(read_experiment(path), ROOT / "results" / name, Options(num_jobs=num_jobs))
-    (RESULTS / "simulated" / f"{name}.jsonl").write_bytes(kept(results))
+    experiment = read_experiment(path)
+    file = RESULTS / "simulated" / f"{name}.jsonl"
+    before: list[RunResult] = []
+    if only_missing:
+        wanted, before = missing(experiment, file)
+        if not wanted:
+            return
+        experiment = replace(experiment, systems=wanted)
+    results = compare(experiment, ROOT / "results" / name, Options(num_jobs=num_jobs))
+    lines = kept(results, before)
+    file.write_bytes((file.read_bytes() if only_missing else b"") + lines)
     update_documents()
+
+
+def missing(experiment: Experiment, file: Path) -> tuple[tuple[str, ...], list[RunResult]]:
+    """The experiment's systems that a committed file has no run of, and the runs that it has.
+
+    Raises ConfigError where percentiles of old and new runs would not be over equal requests.
+    """
+    before = load(file)
+    if any(run.num_failed > (run.num_shed or 0) for run in before):
+        raise ConfigError(f"{file.name}: some requests failed, so all systems must run again")
+    known = {run.system for run in before}
+    return tuple(name for name in experiment.systems if name not in known), before
 
 
 def main() -> None:
@@ -101,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(found)}")
     parser.add_argument("--jobs", type=int, help="simulations at once; one per core by default")
+    parser.add_argument("--missing", action="store_true", help="only systems without results")
     parser.add_argument("--tables", action="store_true", help="run nothing, write the tables")
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(found))
@@ -109,7 +140,7 @@ def main() -> None:
     names = [] if options.tables else options.names or list(found)
     for number, name in enumerate(names, start=1):
         print(f"\n[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)
-        run(name, found[name], options.jobs)
+        run(name, found[name], options.jobs, only_missing=options.missing)
     update_documents()
     names = ", ".join(str(document.relative_to(ROOT)) for document in DOCUMENTS)
     print(f"tables written to {names}", file=sys.stderr)

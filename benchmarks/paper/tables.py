@@ -1,7 +1,6 @@
 """The tables of docs/reproduction.md, each a function of the results in benchmarks/results."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +33,6 @@ from benchmarks.paper.sparse_models import NAMES
 from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances
 from kunserve_lab.compare.simulated.projection import HELPS
 
-RUN_NAME = re.compile(r"(?P<system>.+)-(?:load)?(?P<load>[\d.]+)(?:-seed\d+-round\d+)?")
-"""The name of a run's file: drop-load0.06-seed0-round1, in older results drop-0.06."""
-
 
 def claims() -> list[Row]:
     """Claim by claim."""
@@ -49,28 +45,27 @@ def longbench() -> list[Row]:
     return _over_loads(runs_of(LONGBENCH))
 
 
+SHOWN_LOADS = (0.38, 0.4, 0.44, 0.48)
+
+
 def _over_loads(runs: Runs) -> list[Row]:
     """Loads across, systems down. Where nothing is dropped, `drop` is `recompute`: left out."""
-    loads = runs.differing
+    loads = [at for at in runs.differing if at in SHOWN_LOADS]
     rows: list[Row] = [("load", *(f"{at:g}" for at in loads))]
-    for system in ("recompute", "static-pp", "drop-deep", "drop"):
+    for system in ("recompute", "drop-deep", "drop"):
         cells = (f"{runs.run(system, at).ttft_p99_s:.1f}" for at in loads)
         rows.append((f"{system}: P99 TTFT (s)", *cells))
-    rows.append(("drop: lower by", *(f"{runs.gain(at):.1f}x" for at in loads)))
-    for system, what, field in (
-        ("drop", "output tokens/s", "output_throughput"),
-        ("drop-deep", "output tokens/s", "output_throughput"),
-        ("drop", "P50 TPOT", "tpot_p50_s"),
-    ):
-        ratios = [
-            getattr(runs.run(system, at), field) / getattr(runs.run("recompute", at), field)
-            for at in loads
-        ]
-        rows.append((f"{system}: {what}", *(signed(100 * (ratio - 1)) for ratio in ratios)))
+    ratios = [
+        runs.run("drop", at).tpot_p50_s / runs.run("recompute", at).tpot_p50_s for at in loads
+    ]
+    rows.append(("drop: P50 TPOT", *(signed(100 * (ratio - 1)) for ratio in ratios)))
     return rows
 
 
-AT_FIXED = ("recompute-rr", "recompute-least", "recompute", "drop", "endless")
+AT_FIXED = (
+    *("recompute-rr", "recompute-least", "recompute-chunk", "recompute"),
+    *("static-pp", "tp-pairs", "drop", "endless"),
+)
 
 
 def fixed() -> list[Row]:
@@ -81,8 +76,25 @@ def fixed() -> list[Row]:
         cells = (
             f"{runs.median(system, 'ttft_p50_s'):.1f} / {runs.median(system, 'ttft_p99_s'):.1f}"
             if runs.has(system)
-            else "-"
+            else ""
             for system in AT_FIXED
+        )
+        rows.append((name, *cells))
+    return rows
+
+
+SHED_AT = ("LongBench", "BurstGPT-like")
+SHEDDING = ("recompute", "recompute-shed", "drop", "drop-shed", "endless")
+
+
+def shedding() -> list[Row]:
+    """Requests in time where the queue has a bound, and how many it refuses: medians of draws."""
+    rows: list[Row] = [("requests/s in time, refused", *(f"`{system}`" for system in SHEDDING))]
+    for name in SHED_AT:
+        runs = runs_of(FIXED[name])
+        cells = (
+            f"{runs.goodput(system, runs.fixed):.2f}, {100 * runs.refused(system):.0f} %"
+            for system in SHEDDING
         )
         rows.append((name, *cells))
     return rows
@@ -185,20 +197,24 @@ def agreement() -> list[Row]:
     return rows
 
 
+PREDICTED = ("drop", "endless")
+
+
 def prediction() -> list[Row]:
-    """How far the simulated figures of real runs are off, with a profile's step times, on Zen 5."""
-    names = ("TTFT P50 (s)", "TTFT P99 (s)", "TPOT P50 (s)", "TPOT P99 (s)")
-    errors: dict[str, dict[str, float]] = {}
-    for line in figures_of("prediction"):
+    """How many times lower TTFT is than under `recompute`: real bursts, and their simulations."""
+    found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    for line in figures_of("prediction_ratio"):
         settings = line["settings"]
-        is_profile = settings.get("step_times") == "profile"
-        if line["name"] == "error" and settings["machine"] == "Zen 5" and is_profile:
-            errors.setdefault(settings["run"], {})[settings["of"]] = line["value"]
-    rows: list[Row] = [("load", "system", *(name.removesuffix(" (s)") for name in names))]
-    for run, values in errors.items():
-        named = RUN_NAME.fullmatch(run)
-        assert named is not None, run
-        rows.append((named["load"], named["system"], *(signed(values[name]) for name in names)))
+        if settings["times"] == 1.0 and settings["system"] in PREDICTED:
+            row = found.setdefault((settings["of"], settings["system"]), {})
+            row.setdefault(settings["ratio"], {})[line["name"]] = line["value"]
+    columns = ("TTFT P50", "TTFT P90", "TTFT P99")
+    rows: list[Row] = [("burst", "system", *columns)]
+    for (burst, system), values in found.items():
+        cells = (
+            f"{values[name]['real']:.1f}x, {values[name]['simulated']:.1f}x" for name in columns
+        )
+        rows.append((burst.partition("-")[0], f"`{system}`", *cells))
     return rows
 
 
@@ -244,7 +260,8 @@ TABLES: dict[str, Table] = {
     "burst-map": Table(burst_map.table, ("burst_map",)),
     "fixed": Table(fixed, _simulated(*FIXED.values())),
     "instead": Table(instead, _simulated(*INSTEAD_EXPERIMENTS)),
-    "prediction": Table(prediction, ("prediction",)),
+    "shedding": Table(shedding, _simulated(*(FIXED[name] for name in SHED_AT))),
+    "prediction": Table(prediction, ("prediction_ratio",)),
     "sparse-instances": Table(sparse_instances, ("sparse_models",)),
     "sparse-models": Table(sparse_bursts, _simulated(*NAMES)),
     "published-steps": Table(published_steps, ("published_steps",)),

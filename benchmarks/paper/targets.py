@@ -6,8 +6,9 @@
 P99 TTFT of the rivals over that of `drop`, by default and with the option that suits the traffic:
 medians over draws of arrivals and lengths, with the least and the most. A run that the results
 have is not run again, but with `--again` if it is of other code. `--unseen` runs windows of
-Azure's trace that nothing was tuned on; they need `azure-2023-conv` and `azure-2023-code`, which
-are downloaded. Five draws of all take about an hour of one core.
+Azure's trace that nothing was tuned on, though rules have been held against them since (the test
+set is `benchmarks.paper.test_set`'s); they need `azure-2023-conv` and `azure-2023-code`, which are
+downloaded. Five draws of all take about an hour of one core.
 """
 
 import argparse

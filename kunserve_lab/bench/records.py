@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+REFUSED = "HTTP 503"
+"""How the error of a request begins that the server did not take."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
@@ -34,6 +37,11 @@ class RequestRecord:
     def succeeded(self) -> bool:
         """Whether a whole response arrived."""
         return self.error is None
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether the server did not take it: too many wait."""
+        return self.error is not None and self.error.startswith(REFUSED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,8 @@ def on_equal_requests(results: Sequence[RunResult]) -> list[RunResult]:
 
     A prompt that only one system can hold is the slowest of that system, and would make it look
     slower than those that refused it. A run that completed nothing says nothing of requests, nor
-    does one of an older file, which did not keep its requests.
+    does one of an older file, which did not keep its requests. One that sheds refuses others in
+    every run: its percentiles are over what it served, and nobody else's are.
     """
     common: dict[tuple[float, int], np.ndarray] = {}
     for run in filter(_tells, results):
@@ -59,7 +60,7 @@ def on_equal_requests(results: Sequence[RunResult]) -> list[RunResult]:
 
 
 def _tells(run: RunResult) -> bool:
-    return any(value is not None for value in run.ttft_ms)
+    return not run.num_shed and any(value is not None for value in run.ttft_ms)
 
 
 def _completed(run: RunResult) -> np.ndarray:

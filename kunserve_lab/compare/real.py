@@ -157,12 +157,13 @@ def _measured(
 def serve_arguments(system: System, setup: RealSetup, trace_to: Path | None) -> tuple[str, ...]:
     """What ``kunserve serve`` is called with."""
     check_parts(system, setup.num_instances)
+    joined = system.joined_instances
     flags = [
         setup.model,
-        *("--num-instances", str(setup.num_instances)),
-        *("--instance-memory", _times(setup.instance_memory, system.memory_factor)),
+        *("--num-instances", str(setup.num_instances // joined)),
+        *("--instance-memory", _times(setup.instance_memory, system.memory_factor * joined)),
         *("--max-num-batched-tokens", str(setup.max_num_batched_tokens)),
-        *("--num-threads", str(setup.num_threads)),
+        *("--num-threads", str(setup.num_threads * joined)),
         # The figures that we have kept, and the simulator's models, are of plain weights.
         *("--quantization", "none"),
         # Instances stand for machines, or GPUs, with memories of their own; but for the system that

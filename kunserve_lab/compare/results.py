@@ -51,6 +51,8 @@ class RunResult:
     num_preemptions: int
     num_drops: int
     num_restores: int
+    num_shed: int | None = None
+    """Of those that failed, requests that were refused with 503; None if none was."""
     mean_kv_usage: float | None = None
     peak_kv_usage: float | None = None
     kv_full_s: float | None = None
@@ -171,8 +173,7 @@ def result_of(
         readers=tuple(map(_rounded, metrics.readers)),
         ttft_ms=tuple(_whole_ms(ttft_s(r)) if r.succeeded else None for r in run.records),
         tpot_ms=tuple(_tenth_ms(tpot_s(r)) if r.succeeded else None for r in run.records),
-        **latencies,
-        **more,
+        **({"num_shed": sum(r.was_refused for r in run.records) or None} | latencies | more),
     )
 
 

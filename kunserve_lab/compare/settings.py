@@ -157,10 +157,22 @@ def digest_of(setup: object, system: object, workload: Workload) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+_LATER = {
+    "keeps_ring": False,
+    "reserves_prompts": True,
+    "max_num_queued_reqs": None,
+    "joined_instances": 1,
+}
+"""Settings of systems that came later, and the values with which nothing is otherwise."""
+
+
 def _counting(system: dict[str, object]) -> dict[str, object]:
-    """What runs depend on. ``keeps_ring`` came later, and where it is off nothing is otherwise."""
-    left_out = {"name", "description"} | (set() if system.get("keeps_ring") else {"keeps_ring"})
-    return {key: value for key, value in system.items() if key not in left_out}
+    """What runs depend on."""
+    return {
+        key: value
+        for key, value in system.items()
+        if key not in ("name", "description") and not (key in _LATER and value == _LATER[key])
+    }
 
 
 def _plain(value: object) -> dict[str, object]:

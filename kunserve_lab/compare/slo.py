@@ -60,6 +60,14 @@ def violations(result: RunResult, base: SloBase, factor: float) -> tuple[float, 
     return float((late | slow).mean()), float(late.mean())
 
 
+def goodput(result: RunResult, base: SloBase, factor: float) -> float | None:
+    """Requests that met both objectives, per second of the run; None as for ``violations``."""
+    late = violations(result, base, factor)
+    if late is None:
+        return None
+    return (1.0 - late[0]) * result.num_requests / max(result.duration_s, 1e-9)
+
+
 def _least(among: BySystem) -> SloBase:
     systems = {n: runs for n, runs in among.items() if any(r.num_completed for r in runs)} or among
     ttft = {name: _median_p50_s(runs, "ttft") for name, runs in systems.items()}

@@ -45,6 +45,12 @@ class System:
     keeps_ring: bool = False
     """``InstanceConfig.kv_ring``, for models with windows by layer; it goes without a cache of
     prefixes."""
+    reserves_prompts: bool = True
+    """``SchedulerConfig.scheduler_reserve_full_isl``."""
+    max_num_queued_reqs: int | None = None
+    """``ServerConfig.max_num_queued_reqs``; None: that of the setup."""
+    joined_instances: int = 1
+    """So many instances are one under tensor parallelism, with the memory and compute of all."""
 
     @property
     def drops(self) -> bool:
@@ -79,6 +85,20 @@ SYSTEMS = {
             "recompute, and each request goes to the least loaded replica at once, as vLLM's own "
             "balancer and most routers have it",
             dispatch="least-load",
+        ),
+        System(
+            "recompute-chunk",
+            OverloadConfig(policy="recompute"),
+            "recompute, and a request is admitted when its first chunk fits: vLLM with "
+            "--no-scheduler-reserve-full-isl",
+            reserves_prompts=False,
+        ),
+        System(
+            "tp-pairs",
+            OverloadConfig(policy="recompute"),
+            "recompute, and pairs of instances are one under tensor parallelism: a copy of the "
+            "weights for two",
+            joined_instances=2,
         ),
         System(
             "endless",
@@ -209,18 +229,20 @@ def is_baseline(name: str) -> bool:
 
 
 def check_parts(system: System, num_instances: int) -> None:
-    """Raise ConfigError if so many instances do not make the system's pipelines."""
-    if num_instances % system.pipeline_stages:
+    """Raise ConfigError if so many instances do not make the system's groups."""
+    size = system.pipeline_stages * system.joined_instances
+    if num_instances % size:
         raise ConfigError(
-            f"{system.name} makes groups of {system.pipeline_stages} instances, and "
-            f"{num_instances} cannot be parted so"
+            f"{system.name} makes groups of {size} instances, and {num_instances} cannot be "
+            "parted so"
         )
 
 
 def serve_flags(system: System) -> tuple[str, ...]:
     """The flags of ``kunserve serve`` that make this system.
 
-    `System.memory_factor` has no flag of its own: `real.serve_arguments` multiplies the memory.
+    `System.memory_factor` has no flag of its own: `real.serve_arguments` multiplies the memory, as
+    it joins instances.
     Raises ConfigError for what ``kunserve serve`` cannot do.
     """
     missing = _simulated_only(system)
@@ -245,6 +267,12 @@ def serve_flags(system: System) -> tuple[str, ...]:
         flags.append("--no-disable-hybrid-kv-cache-manager")
     if not system.knows_prefixes:
         flags.append("--no-prefix-aware-dispatch")
+    if not system.reserves_prompts:
+        flags.append("--no-scheduler-reserve-full-isl")
+    if system.max_num_queued_reqs is not None:
+        flags += ["--max-num-queued-reqs", str(system.max_num_queued_reqs)]
+    if system.joined_instances > 1:
+        flags += ["--tensor-parallel-size", str(system.joined_instances)]
     if system.pipeline_stages > 1:
         flags += ["--pipeline-parallel-size", str(system.pipeline_stages)]
     return tuple(flags)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kunserve.core.errors import TooLittleMemory
+from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Handover, Message, Submit
 from kunserve.core.place import ONE_HOST, Place
@@ -120,6 +120,11 @@ class RooflineTimes:
             self._reduce_rate = min(self._reduce_rate, cards)
             self._reduce_latency_s += device.network_latency_s
 
+    def joined(self, count: int) -> "RooflineTimes":
+        """Those of so many times the GPUs."""
+        num_gpus = self._num_gpus * count
+        return RooflineTimes(self._model, self._device, num_gpus, self._stage_host_share)
+
     def stage_s(self, chunks: Sequence[Chunk], num_layers: int, is_last: bool) -> float:
         """See ``StepTimes``."""
         model, device = self._model, self._device
@@ -181,6 +186,34 @@ class RooflineTimes:
         model = self._model
         flops = 2.0 * num_sampled * model.head_bytes / model.dtype_bytes
         return max(flops / self._flops, model.head_bytes / self._weight_rate)
+
+
+def joined_profile(profile: InstanceProfile, count: int) -> InstanceProfile:
+    """One instance of so many instances' GPUs, under tensor parallelism; one copy of the weights.
+
+    Raises ConfigError for a CPU's: how its ranks share a step is not modelled.
+    """
+    times, spec = profile.times, profile.spec
+    if not isinstance(times, RooflineTimes):
+        raise ConfigError("instances of a measured profile cannot be joined: simulate GPUs")
+    weights_bytes = spec.memory_bytes - spec.kv_units * spec.unit_bytes
+    granule_bytes = spec.granule_bytes * count
+    weights_bytes = -(-weights_bytes // granule_bytes) * granule_bytes
+    kv_units = (spec.memory_bytes * count - weights_bytes) // spec.unit_bytes
+    return replace(
+        profile,
+        spec=replace(
+            spec,
+            memory_bytes=weights_bytes + kv_units * spec.unit_bytes,
+            kv_units=kv_units,
+            granule_bytes=granule_bytes,
+        ),
+        times=times.joined(count),
+        num_gpus=profile.num_gpus * count,
+        network_bytes_per_s=profile.network_bytes_per_s * count,
+        host_bytes_per_s=profile.host_bytes_per_s * count,
+        copy_bytes_per_s=profile.copy_bytes_per_s * count,
+    )
 
 
 def gpu_profile(

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.markdown import Row
-from benchmarks.paper.kept_results import RESULTS, figures_of, signed
-from benchmarks.paper.tables import RUN_NAME
+from benchmarks.paper.kept_results import RESULTS, figures_of
 
 CHAOS = RESULTS / "chaos.jsonl"
 CHAOS_COMMAND = "python -m benchmarks.faults.chaos >> benchmarks/results/chaos.jsonl"
@@ -14,57 +13,18 @@ _CHANGES = ("drops", "restores")
 """Counts of a run of faults that are transitions and no faults."""
 
 
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """How many times lower `drop` has a latency than `recompute`, real and simulated."""
-
-    machine: str
-    load: str
-    step_times: str
-    """``profile``: as a profile says; ``its own``: fitted to the real run's steps."""
-    of: str
-    real: float
-    simulated: float
-
-    @property
-    def error(self) -> float:
-        """As a share of the real one."""
-        return self.simulated / self.real - 1.0
-
-
-def ratios() -> list[Predicted]:
-    """Every pair of real runs that was simulated: P50 and P99 TTFT."""
-    found: dict[tuple[str, str, str, str], dict[tuple[str, str], float]] = {}
-    for line in figures_of("prediction"):
+def prediction_errors() -> list[float]:
+    """Of the ratio recompute / drop, simulated over real: TTFT of each burst, as percent."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for line in figures_of("prediction_ratio"):
         settings = line["settings"]
-        named = RUN_NAME.fullmatch(settings["run"])
-        assert named is not None, settings["run"]
-        if settings["of"].startswith("TTFT") and line["name"] != "error":
-            key = settings["machine"], named["load"], settings["step_times"], settings["of"]
-            found.setdefault(key, {})[line["name"], named["system"]] = line["value"]
+        if settings["times"] == 1.0 and settings["system"] == "drop":
+            found.setdefault((settings["of"], settings["ratio"]), {})[line["name"]] = line["value"]
     return [
-        Predicted(
-            *key,
-            real=one["real", "recompute"] / one["real", "drop"],
-            simulated=one["simulated", "recompute"] / one["simulated", "drop"],
-        )
-        for key, one in found.items()
+        100 * (one["simulated"] / one["real"] - 1)
+        for (_, ratio), one in found.items()
+        if ratio.startswith("TTFT")
     ]
-
-
-def prediction_ratios() -> list[Row]:
-    """The ratio that the simulator is used for, predicted and measured."""
-    rows: list[Row] = [
-        ("machine, load", "step times", "latency", "real", "simulated", "error"),
-    ]
-    for one in ratios():
-        rows.append(
-            (
-                *(f"{one.machine}, {one.load}", one.step_times, one.of.removesuffix(" (s)")),
-                *(f"{one.real:.1f}x", f"{one.simulated:.1f}x", signed(100 * one.error)),
-            )
-        )
-    return rows
 
 
 def vidur_errors(name: str) -> list[float]:

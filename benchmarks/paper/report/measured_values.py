@@ -84,7 +84,7 @@ def _checked() -> dict[str, Text]:
         return signed(pick([line["value"] for line in lines if line["name"] == "error"]))
 
     def ratio(pick: Callable[[list[float]], float]) -> str:
-        return signed(100 * pick([one.error for one in checks.ratios()]))
+        return signed(pick(checks.prediction_errors()))
 
     def vidur(name: str) -> str:
         return f"{max(checks.vidur_errors(name)):.0f} %"

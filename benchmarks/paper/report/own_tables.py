@@ -11,7 +11,7 @@ from benchmarks.markdown import Row, markdown
 from benchmarks.paper import burst_map
 from benchmarks.paper.points import RunKey, kept
 from benchmarks.paper.real_tables import ABOVE, ROUNDS
-from benchmarks.paper.report.checks import faults, prediction_ratios
+from benchmarks.paper.report.checks import faults
 from benchmarks.paper.report.real_bursts import folders, placed_table
 from benchmarks.paper.report.real_bursts import table as real_bursts
 from benchmarks.paper.report.template import Text
@@ -183,7 +183,6 @@ def clusters() -> list[Row]:
 OWN: dict[str, Table] = {
     "bound": Table(bound, ("burst_map",)),
     "token-time": Table(token_time, (PARTING, TARGETS)),
-    "prediction-ratios": Table(prediction_ratios, ("prediction",)),
     "real-bursts": Table(real_bursts, folders()),
     "real-on-map": Table(placed_table, (ROUNDS, ABOVE)),
     "faults": Table(faults, ()),

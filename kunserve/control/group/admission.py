@@ -9,6 +9,7 @@ from kunserve.control.group.relief import Holders
 from kunserve.control.group.sequence import QueueKey, Sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.kv_blocks import KvBlocks
+from kunserve.policy.batch.reserve import reserved_tokens
 
 
 class Admission:
@@ -83,7 +84,8 @@ class Admission:
                     continue
                 coming.add(name)
             free += num_shared
-            free -= self._blocks.holding(seq.num_tokens)
+            tokens = reserved_tokens(seq.num_tokens, seq.beginning.found_tokens, config)
+            free -= self._blocks.holding(tokens)
             if free < watermark:
                 self.missing_blocks = watermark - free
                 break

@@ -22,6 +22,7 @@ from kunserve.core.plan import Measured
 from kunserve.core.step import BlockRun
 from kunserve.policy.batch.cost import batch_cost
 from kunserve.policy.batch.relief import NO_HOST, HostLink, Preemptible, choose_victim
+from kunserve.policy.batch.reserve import reserved_tokens
 
 _key_of = attrgetter("key")
 
@@ -61,6 +62,7 @@ class Holders:
     ) -> None:
         """``host_link`` ``NO_HOST``: nobody is swapped or parked."""
         self._cache = cache
+        self._config = config
         self._blocks = blocks
         self._ledger = ledger
         self._waiting = waiting
@@ -124,14 +126,14 @@ class Holders:
     # They come and go
 
     def admit(self, seq: Sequence, now_s: float) -> None:
-        """A waiting sequence, which fits, has memory for all its known tokens from now on.
+        """A waiting sequence, which fits, has the memory that it begins with from now on.
 
-        With those that the cache has.
+        With what the cache has of it.
         """
         self._waiting.remove(seq)
         if seq.admit(self._cache.share(seq), now_s):
             self._totals.note_first_admission(seq)
-        fits = self._ledger.grow(seq.request_id, self._blocks.holding(seq.num_tokens))
+        fits = self._ledger.grow(seq.request_id, self._blocks_to_run(seq))
         assert fits, (seq.request_id, self._ledger.free_blocks)
         self._add(seq)
 
@@ -177,7 +179,7 @@ class Holders:
         for seq in self._swap.clear():
             self._cache.leave(seq, keeps=False)
             self._ledger.release(seq.request_id)
-            self._lose_kv(seq)
+            self._lose_kv(seq, self._blocks.holding(seq.num_tokens))
 
     def clear(self) -> None:
         """Nobody has KV any more."""
@@ -220,9 +222,10 @@ class Holders:
     def secure(
         self, decodes: Iterable[Sequence], prompts: list[Sequence], *, may_preempt: bool
     ) -> set[Sequence] | None:
-        """Get blocks for all known tokens of these; who could not, or None if memory sufficed.
+        """Get these the blocks that they run with; who could not, or None if memory sufficed.
 
-        Only a decode at a block's edge, and a prompt adopted half-way, ever lacks one.
+        Only a decode at a block's edge, and a prompt that is adopted half-way or has memory for one
+        chunk only, ever lacks one.
         """
         block_size, ledger = self._blocks.block_size, self._ledger
         edge = [s for s in decodes if s.num_computed % block_size == 0]
@@ -230,7 +233,7 @@ class Holders:
             return None
         unfit: set[Sequence] | None = None
         for seq in sorted([*edge, *prompts], key=_key_of):
-            needed = self._blocks.holding(seq.num_tokens)
+            needed = self._blocks_to_run(seq)
             if seq.state is not Progress.RUNNING or ledger.grow(seq.request_id, needed):
                 continue
             unfit = set() if unfit is None else unfit
@@ -292,6 +295,9 @@ class Holders:
             assert seq.num_left > 0 or seq.is_awaiting, seq
         assert reserved == self._ledger.used_blocks, (reserved, self._ledger.used_blocks)
 
+    def _blocks_to_run(self, seq: Sequence) -> int:
+        return self._blocks.holding(reserved_tokens(seq.num_tokens, seq.num_computed, self._config))
+
     # Relief
 
     @property
@@ -332,17 +338,18 @@ class Holders:
     def _preempt(self, seq: Sequence) -> None:
         """Take a sequence's memory: all at once, or as fast as it can be swapped."""
         if not (self._may_swap and self._swap.swap_out(seq)):
+            num_taken = self._ledger.blocks_of(seq.request_id)
             self.remove(seq)
-            self._lose_kv(seq)
+            self._lose_kv(seq, num_taken)
         elif seq.state is Progress.RUNNING:
             self._note_preemption(seq, 0)
             self._running.remove(seq)
             seq.park()
 
-    def _lose_kv(self, seq: Sequence) -> None:
-        """The sequence, in no list any more, must be computed again."""
+    def _lose_kv(self, seq: Sequence, num_taken: int) -> None:
+        """The sequence, in no list any more, took so many blocks and must be computed again."""
         self._note_preemption(seq, seq.num_computed)
-        self._ledger.give_back(self._blocks.holding(seq.num_tokens))
+        self._ledger.give_back(num_taken)
         seq.lose_kv()
         self._waiting.add(seq)
 

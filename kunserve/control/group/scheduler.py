@@ -40,10 +40,10 @@ _key_of = attrgetter("key")
 class Scheduler:
     """Owner of a group's requests, from arrival to their last token.
 
-    A sequence is admitted with blocks for all its known tokens (so a prompt never runs out
-    half-way) and grows block by block as it decodes; ``Holders`` finds a block when one is
-    missing. With S stages up to S plans are in flight, and S times ``max_num_seqs`` sequences
-    run: what S groups of one stage would run.
+    A sequence is admitted with blocks for all its known tokens, so that a prompt never runs out
+    half-way (but see `policy.batch.reserve`), and grows block by block as it decodes; ``Holders``
+    finds a block when one is missing. With S stages up to S plans are in flight, and S times
+    ``max_num_seqs`` sequences run: what S groups of one stage would run.
     """
 
     def __init__(

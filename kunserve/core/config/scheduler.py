@@ -58,6 +58,8 @@ class SchedulerConfig:
     scheduling_policy: Annotated[SchedulingPolicy, _batches()] = "fcfs"
     """fcfs: who comes first is served first; priority: requests may have a `priority`. Lower ones
     are served first, and make way last when memory is short."""
+    scheduler_reserve_full_isl: Annotated[bool, _batches()] = True
+    """Requests are admitted when their whole prompts fit. Off: when their next chunks do."""
     watermark: float = 0.01
     """Share of the KV memory that an admission leaves free, so that it does not preempt at once."""
     enable_prefix_caching: Annotated[bool, _batches()] = True

@@ -12,6 +12,7 @@ from kunserve_lab.compare.results import RunResult
 from kunserve_lab.compare.slo import (
     FACTOR,
     SloBase,
+    goodput,
     one_base,
     paper_base,
     violations,
@@ -104,6 +105,10 @@ def rows(group: AtLoad) -> list[Row]:
     add("output tokens/s", "higher", lambda r: r.output_throughput)
     add("completed", "higher", lambda r: r.num_completed)
     add("failed", "lower", lambda r: r.num_failed)
+    if any(run.num_shed for run in group.runs):
+        base = one_base(group)
+        add("refused (503)", "lower", lambda r: r.num_shed or 0)
+        add(f"requests/s within {FACTOR:g}x", "higher", lambda r: goodput(r, base, FACTOR), ".2f")
     add("mean KV use", "", lambda r: r.mean_kv_usage, ".0%")
     add("peak KV use", "", lambda r: r.peak_kv_usage, ".0%")
     add("KV memory full after (s)", "later", lambda r: r.kv_full_s)
@@ -181,6 +186,8 @@ def notes(group: AtLoad) -> list[str]:
         if paper != base:
             found.append(f"The paper's base: the best baseline's P50 at this load: {_told(paper)}")
     found += _left_out(group)
+    shed = [name for name, runs in group.by_system.items() if any(run.num_shed for run in runs)]
+    found += [f"{name}: its latencies are of the requests that it served" for name in shed]
     if group.runs[0].world is World.REAL and group.num_each == 1:
         found.append(
             "One run of each system: another may differ by a factor of 3 on a busy machine"

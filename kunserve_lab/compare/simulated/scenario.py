@@ -23,7 +23,7 @@ from kunserve_lab.sim.by_time import WorldConfig
 from kunserve_lab.sim.costs import cpu_profile, profile_times
 from kunserve_lab.sim.devices import find_device
 from kunserve_lab.sim.models import find_model
-from kunserve_lab.sim.profile import InstanceProfile, gpu_profile
+from kunserve_lab.sim.profile import InstanceProfile, gpu_profile, joined_profile
 from kunserve_lab.workload.workload import Workload
 
 
@@ -62,14 +62,32 @@ def build_scenario(setup: SimulatedSetup, workload: Workload) -> Scenario:
             max_num_queued_reqs=setup.max_num_queued_reqs,
             max_num_queued_tokens=setup.max_num_queued_tokens,
         ),
-        cost=profile_times(
-            profile.times,
-            profile.spec.num_layers,
-            setup.max_num_batched_tokens,
-            profile.model.experts,
-            profile.model.windows,
-        ),
+        cost=_cost(profile, setup.max_num_batched_tokens),
     )
+
+
+def scenario_of(system: System, scenario: Scenario) -> Scenario:
+    """The scenario as this system finds it: of instances that are joined there are fewer."""
+    joined = system.joined_instances
+    if joined == 1:
+        return scenario
+    check_parts(system, scenario.num_instances)
+    if scenario.kills or scenario.world.places:
+        raise ConfigError(f"{system.name} joins instances: say none to die, and no topology")
+    profile = joined_profile(scenario.profile, joined)
+    return replace(
+        scenario,
+        profile=profile,
+        num_instances=scenario.num_instances // joined,
+        cost=_cost(profile, scenario.scheduler.max_num_batched_tokens),
+    )
+
+
+def _cost(profile: InstanceProfile, max_tokens: int) -> CostCoefficients:
+    """What schedulers believe of these instances' steps."""
+    model = profile.model
+    num_layers = profile.spec.num_layers
+    return profile_times(profile.times, num_layers, max_tokens, model.experts, model.windows)
 
 
 def _places(setup: SimulatedSetup) -> Places:
@@ -143,7 +161,10 @@ def plan_of(
     ``host_bytes`` is the host memory of each instance for swapped KV; None is no limit. Of
     ``server`` the limits of the queue count.
     """
-    check_parts(system, num_instances)
+    check_parts(replace(system, joined_instances=1), num_instances)
+    server = ServerConfig() if server is None else server
+    if system.max_num_queued_reqs is not None:
+        server = replace(server, max_num_queued_reqs=system.max_num_queued_reqs)
     config = KunServeConfig(
         model=ModelConfig(model=profile.model.name),
         instance=InstanceConfig(
@@ -157,9 +178,10 @@ def plan_of(
             enable_prefix_caching=scheduler.enable_prefix_caching and system.caches_prefixes,
             lookahead=system.lookahead,
             tpot_slo_s=scheduler.tpot_slo_s if system.tpot_slo_s is None else system.tpot_slo_s,
+            scheduler_reserve_full_isl=system.reserves_prompts,
         ),
         overload=system.overload,
-        server=ServerConfig() if server is None else server,
+        server=server,
         cluster=ClusterConfig(
             num_instances=num_instances,
             dispatch_policy=system.dispatch,

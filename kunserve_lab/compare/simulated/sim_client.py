@@ -7,7 +7,7 @@ from kunserve.core.ids import RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.snapshots import ClusterState
-from kunserve_lab.bench.records import RequestRecord, ServerSample
+from kunserve_lab.bench.records import REFUSED, RequestRecord, ServerSample
 from kunserve_lab.compare.simulated.prompts import Prompts
 from kunserve_lab.sim.by_time import TimedWorld
 from kunserve_lab.sim.events import EventHeap
@@ -116,7 +116,7 @@ class SimClient:
             return
         shed = self._cluster.controller.admit(request)
         if shed is not None:
-            self._record(entry, wanted.arrival_s, None, f"HTTP 503: {shed.reason}")
+            self._record(entry, wanted.arrival_s, None, f"{REFUSED}: {shed.reason}")
             return
         if not self._open:
             self._busy_s = self._heap.now_s() - self._start_s

@@ -11,7 +11,13 @@ from kunserve.core.snapshots import ObservedDrops, TransitionRecord
 from kunserve_lab.bench.metrics import RunMetrics, compute_metrics
 from kunserve_lab.bench.records import RequestRecord
 from kunserve_lab.bench.runfile import Run
-from kunserve_lab.compare.simulated.scenario import Scenario, plan_of, profile_of, world_of
+from kunserve_lab.compare.simulated.scenario import (
+    Scenario,
+    plan_of,
+    profile_of,
+    scenario_of,
+    world_of,
+)
 from kunserve_lab.compare.simulated.sim_client import SimClient
 from kunserve_lab.compare.systems import System
 from kunserve_lab.sim.by_time import TimedWorld
@@ -67,7 +73,7 @@ def simulate(
     With ``is_drained`` the cluster runs on for a while, and nothing may be left of any request.
     """
     with _without_collector():
-        return _simulate(system, scenario, watcher, ended, is_drained)
+        return _simulate(system, scenario_of(system, scenario), watcher, ended, is_drained)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,23 +14,29 @@ from tests.e2e.tokens.asked_cluster import NUM_TOKENS, PROMPTS, Answers, config_
 from tests.tiny_models import VOCAB, greedy_after, tiny_model
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+FIRST_CHUNK = {"scheduler_reserve_full_isl": False, "max_num_batched_tokens": 16}
+"""Requests are admitted when their first chunk fits, and thrown out half-way."""
 
 
 @pytest.mark.parametrize(
-    ("policy", "cluster_config"),
+    ("policy", "cluster_config", "limits"),
     [
-        ("migrate", ClusterConfig(num_instances=2, dispatch_policy="round-robin")),
-        ("recompute", ClusterConfig(num_instances=2, pipeline_stages=2)),
+        ("migrate", ClusterConfig(num_instances=2, dispatch_policy="round-robin"), {}),
+        ("recompute", ClusterConfig(num_instances=2, pipeline_stages=2), {}),
+        ("recompute", ClusterConfig(num_instances=2), FIRST_CHUNK),
+        ("recompute", ClusterConfig(num_instances=2, pipeline_stages=2), FIRST_CHUNK),
     ],
 )
 def test_tokens_are_those_of_transformers(
-    policy: str, cluster_config: ClusterConfig, tmp_path: Path
+    policy: str, cluster_config: ClusterConfig, limits: dict[str, Any], tmp_path: Path
 ) -> None:
     model = tiny_model("llama", 4)
     model.save_pretrained(tmp_path)
     unit_bytes = 2 * 8 * model.config.num_key_value_heads * 32 * 4
+    config = config_of(str(tmp_path), "float32", 2, 24 * 4 * unit_bytes)
     config = replace(
-        config_of(str(tmp_path), "float32", 2, 24 * 4 * unit_bytes),
+        config,
+        scheduler=replace(config.scheduler, **limits),
         overload=OverloadConfig(policy=policy),  # type: ignore[arg-type]
         cluster=cluster_config,
     )

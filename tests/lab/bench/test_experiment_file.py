@@ -159,6 +159,10 @@ def test_systems_as_flags_of_serve() -> None:
     assert "--weights private" in " ".join(serve_arguments(drop, RealSetup(), None))
     assert serve_flags(find_system("drop-park")) == parks
     assert serve_flags(find_system("drop-rr"))[2:] == ("--dispatch-policy", "round-robin")
+    assert serve_flags(find_system("recompute-chunk"))[2:] == ("--no-scheduler-reserve-full-isl",)
+    assert serve_flags(find_system("tp-pairs"))[2:] == ("--tensor-parallel-size", "2")
+    sheds = replace(find_system("recompute"), max_num_queued_reqs=9)
+    assert serve_flags(sheds)[2:] == ("--max-num-queued-reqs", "9")
     rings = ("--no-enable-prefix-caching", "--no-disable-hybrid-kv-cache-manager")
     assert serve_flags(find_system("drop-ring"))[2:] == rings
     assert [name for name in SYSTEMS if not is_baseline(name)] == [
@@ -215,8 +219,10 @@ def test_a_digest_tells_settings_and_requests_apart() -> None:
         digest_of(SimulatedSetup(), pairs, requests),
         digest_of(SimulatedSetup(num_instances=7), drop, requests),
         digest_of(RealSetup(), drop, requests),
+        digest_of(SimulatedSetup(), replace(drop, reserves_prompts=False), requests),
+        digest_of(SimulatedSetup(), replace(drop, max_num_queued_reqs=9), requests),
     }
-    assert len(digests) == 5
+    assert len(digests) == 7
     assert digest_of(SimulatedSetup(), drop, requests) in digests
 
 

@@ -1,6 +1,7 @@
 """Tables, objectives and verdicts: what they say, and what they must not say."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -218,3 +219,15 @@ def test_a_verdict_says_what_dropping_gained() -> None:
     ]
     assert "TTFT P50 4.0x higher (2.0-8.0x by run)" in verdict(Experiment(), [at(*slower[::-1])])[1]
     assert second == "load 1: the KV memory is full after 1 s under recompute."
+
+
+def test_who_refuses_requests_is_measured_by_those_in_time() -> None:
+    waits = result("recompute", [0.1] * 100 + [5.0] * 100)
+    served = result("sheds", [0.1] * 150 + [math.nan] * 50, num_shed=50)
+    group = at(waits, served)
+    assert line(group, "refused (503)") == ("lower", "0", "50")
+    label, many, more = line(group, "requests/s within 5x")
+    assert label == "higher" and float(more) > 1.4 * float(many)
+    assert line(group, "TTFT P99 (ms)") == ("lower", "5,000", "100"), "each over its own"
+    assert "sheds: its latencies are of the requests that it served" in load_text(group)
+    assert not [row for row in rows(at(waits)) if "within" in row[0]]

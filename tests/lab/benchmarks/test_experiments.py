@@ -1,5 +1,6 @@
 """Experiments of this repository run from a clone: every name in them is known here."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 from benchmarks.__main__ import FOLDER
 from benchmarks.paper import tables
 from benchmarks.paper.kept_results import FIXED, RESULTS, Runs, runs_of
-from benchmarks.paper.reproduction import DOCUMENTS, experiments, kept, write_tables
+from benchmarks.paper.reproduction import DOCUMENTS, experiments, kept, missing, write_tables
 from benchmarks.paper.tables import TABLES
+from kunserve.core.errors import ConfigError
 from kunserve_lab.compare.comparison import Options, compare
-from kunserve_lab.compare.experiment import check_experiment
+from kunserve_lab.compare.experiment import Experiment, check_experiment
 from kunserve_lab.compare.experiment_file import read_experiment
 from kunserve_lab.compare.results import load
 from kunserve_lab.compare.settings import workload_of
@@ -82,13 +84,30 @@ def test_what_is_committed_of_a_run_can_be_read_again(tmp_path: Path) -> None:
     assert Runs(path).violations(one.system, one.load) == pytest.approx(1 / 3, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["static-pp-4-0.06", "static-pp-4-load0.06-seed0-round1"])
-def test_a_runs_file_says_which_system_and_load(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = ("TTFT P50 (s)", "TTFT P99 (s)", "TPOT P50 (s)", "TPOT P99 (s)")
-    settings = {"run": name, "step_times": "profile", "machine": "Zen 5"}
-    lines = [{"name": "error", "value": 3.0, "settings": settings | {"of": of}} for of in columns]
+def test_a_prediction_is_of_the_profile_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ratios = {f"TTFT P{p}": {"real": 2.0, "simulated": 3.0} for p in (50, 90, 99)}
+    lines = [
+        {"name": name, "value": times * value,
+         "settings": {"of": "first-load0.06", "system": "drop", "ratio": ratio, "times": times}}
+        for times in (1.0, 1.5)
+        for ratio, values in ratios.items()
+        for name, value in values.items()
+    ]  # fmt: skip
     monkeypatch.setattr(tables, "figures_of", lambda benchmark: lines)
-    assert tables.prediction()[1][:2] == ("0.06", "static-pp-4")
+    assert tables.prediction()[1:] == [("first", "`drop`", *["2.0x, 3.0x"] * 3)]
+
+
+def test_only_systems_without_results_are_missing(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(kept([result("drop", [0.1] * 200), result("endless", [0.1] * 200)]))
+    experiment = Experiment(systems=("drop", "tp-pairs", "endless"))
+    wanted, before = missing(experiment, path)
+    assert wanted == ("tp-pairs",) and [run.system for run in before] == ["drop", "endless"]
+    (line,) = kept([result("tp-pairs", [1.0] * 200)], before).splitlines()
+    assert json.loads(line)["slo_violations"][:5] == [1.0] * 5, "of `endless` there"
+    path.write_bytes(kept([result("drop", [0.1] * 200 + [float("nan")])]))
+    with pytest.raises(ConfigError, match="all systems must run again"):
+        missing(experiment, path)
 
 
 def test_results_are_of_the_commits_of_all_seeds(tmp_path: Path) -> None:

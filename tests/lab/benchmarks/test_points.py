@@ -24,7 +24,9 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of results, and runs that take no time."""
     monkeypatch.setattr(kept_results, "RESULTS", tmp_path)
     monkeypatch.setattr(Point, "scenario", lambda self, seed: seed)
-    monkeypatch.setattr(points, "_run", lambda system, seed: iter([("drops", float(seed), "")]))
+    monkeypatch.setattr(
+        points, "run_figures", lambda system, seed: iter([("drops", float(seed), "")])
+    )
     kept_results.figures_of.cache_clear()
     yield tmp_path
     kept_results.figures_of.cache_clear()

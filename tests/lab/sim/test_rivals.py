@@ -8,16 +8,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kunserve.core.config import SchedulerConfig, ServerConfig
+from kunserve.core.cost import CostCoefficients
+from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.messages import TokenOutput
 from kunserve.core.request import Request, SamplingParams
-from kunserve_lab.compare.simulated.scenario import plan_of, world_of
+from kunserve.core.step import Chunk
+from kunserve_lab.compare.simulated.scenario import plan_of, scenario_of, world_of
 from kunserve_lab.compare.systems import find_system
 from kunserve_lab.sim.by_time import TimedWorld, WorldConfig
+from kunserve_lab.sim.costs import MeasuredTimes
 from kunserve_lab.sim.events import EventHeap
+from kunserve_lab.sim.profile import joined_profile
 from kunserve_lab.workload.workload import Lengths, Workload
 from tests.examples import examples
 from tests.lab.sim.worlds import burst, run, scenario, small_profile
+
+COST = CostCoefficients(0.0, 1e-4, 1e-3, 1e-3)
 
 
 def fragmented() -> Workload:
@@ -103,6 +110,51 @@ def test_limits_of_the_queue_refuse_what_would_wait() -> None:
     assert shut.metrics.ttft.percentile_s(99.0) < open_door.metrics.ttft.percentile_s(99.0)
 
 
+def test_a_system_that_sheds_is_measured_by_what_it_serves_in_time() -> None:
+    sheds = replace(find_system("recompute"), name="sheds", max_num_queued_reqs=5)
+    world = scenario(burst(60, 0.02))
+    open_door, shut = run("recompute", world), run(sheds, world)
+    refused = [record for record in shut.run.records if record.was_refused]
+    assert 0 < len(refused) == shut.metrics.num_failed
+    assert shut.metrics.ttft.percentile_s(99.0) < open_door.metrics.ttft.percentile_s(99.0)
+
+
+def test_joined_instances_hold_one_copy_of_the_weights() -> None:
+    world = scenario(burst(60, 0.02), num_instances=4)
+    pairs = find_system("tp-pairs")
+    there = scenario_of(pairs, world)
+    alone, joined = world.profile, there.profile
+    assert (there.num_instances, joined.num_gpus) == (2, 2 * alone.num_gpus)
+    gained = joined.spec.kv_units * joined.spec.unit_bytes - 2 * (
+        alone.spec.kv_units * alone.spec.unit_bytes
+    )
+    assert gained == pytest.approx(alone.model.weights_bytes, rel=0.01)
+    some = [Chunk(RequestId("r"), 0, 2048, True)]
+    times = [one.times.stage_s(some, one.spec.num_layers, True) for one in (alone, joined)]
+    assert 0.5 < times[1] / times[0] < 0.8, "half the work, and what joins the shards"
+    result = run("tp-pairs", world, is_drained=True)
+    assert result.metrics.num_completed == 60 and result.num_ordered == 0
+    assert run("recompute", world).gpu_hours > 0.5 * result.gpu_hours > 0
+
+
+def test_instances_that_cannot_be_joined_are_refused() -> None:
+    pairs = find_system("tp-pairs")
+    with pytest.raises(ConfigError, match="groups of 2 instances, and 3 cannot"):
+        scenario_of(pairs, scenario(burst(5, 0.1), num_instances=3))
+    with pytest.raises(ConfigError, match="none to die"):
+        scenario_of(pairs, scenario(burst(5, 0.1), kills=((1.0, 0),)))
+    measured = replace(small_profile(), times=MeasuredTimes(COST, 48))
+    with pytest.raises(ConfigError, match="cannot be joined"):
+        joined_profile(measured, 2)
+
+
+def test_admission_by_the_first_chunk_fills_memory_sooner() -> None:
+    long = scenario(burst(20, 0.3, (8000, 1500)))
+    whole, chunk = run("recompute", long), run("recompute-chunk", long, is_drained=True)
+    assert chunk.metrics.num_completed == whole.metrics.num_completed == 20
+    assert chunk.lost_tokens > whole.lost_tokens, "a prompt is thrown out half-way"
+
+
 class _Checking:
     """Asks every owner after whatever happens."""
 
@@ -120,7 +172,7 @@ class _Checking:
         min_size=5,
         max_size=40,
     ),
-    system=st.sampled_from(["migrate", "migrate", "autoscale", "drop-autoscale"]),
+    system=st.sampled_from(["migrate", "recompute-chunk", "autoscale", "drop-autoscale"]),
     num_instances=st.integers(2, 4),
     reads=st.booleans(),
     kills=st.lists(st.tuples(st.floats(0.5, 8), st.integers(0, 3)), max_size=2),

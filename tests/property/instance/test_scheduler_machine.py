@@ -179,6 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches=st.sampled_from([True, True, True, False]),
         num_guesses=st.sampled_from([None, None, 1, 3]),
         worth_waiting=st.sampled_from([4, 8, 128]),
+        reserves=st.booleans(),
     )
     def start(
         self,
@@ -193,6 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caches: bool,
         num_guesses: int | None,
         worth_waiting: int,
+        reserves: bool,
     ) -> None:
         """``min_tokens`` None is formation without lookahead; ``link`` NO_HOST is recomputation."""
         prefix_cache.WORTH_WAITING_TOKENS = worth_waiting
@@ -209,6 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tpot_slo_s=tpot_slo_s,
             speculative_config=speculative,
             enable_prefix_caching=caches,
+            scheduler_reserve_full_isl=reserves,
         )
         self.measured = Measured(cost, SwapPlan(1.0, max_park_s=max_park_s))
         self.base_capacity = capacity

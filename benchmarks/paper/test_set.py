@@ -1,0 +1,176 @@
+"""The simulator's figures on requests that nothing was tuned on. Once for each release.
+
+    python -m benchmarks.paper.test_set
+    python -m benchmarks.paper.test_set --table
+
+``test_set.toml`` names seeds, windows and systems. Every run is a few lines in
+benchmarks/results/test_set.jsonl, with the version and the digest of the code. What a version has
+been asked once is not asked again: whoever looks, changes something and looks again has tuned on
+the test set. ``--again`` does it nonetheless, and the lines of both stay. A call that was broken
+off goes on where it stopped, if the code is the same. The windows need `azure-2023-conv` and
+`azure-2023-code`, which are downloaded. All of it takes an hour and a half of one core.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import kunserve
+from benchmarks.markdown import Row, markdown
+from benchmarks.paper.held_back import held_back
+from benchmarks.paper.kept_results import RESULTS
+from benchmarks.paper.points import ROOT, Point, later_azure_trace, run_figures
+from benchmarks.paper.simulated_code import code
+from benchmarks.report import Report
+from kunserve.core.errors import ConfigError
+from kunserve_lab.compare.experiment_file import read_experiment
+from kunserve_lab.compare.settings import WorkloadSettings, workload_of
+from kunserve_lab.workload.traces import read_azure
+
+BENCHMARK = "test_set"
+P99 = "P99 TTFT"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One run that was made: what, of which release."""
+
+    point: str
+    seed: int
+    system: str
+    version: str
+    code: str
+
+
+def results_path() -> Path:
+    """Where the figures are kept."""
+    return RESULTS / f"{BENCHMARK}.jsonl"
+
+
+def kept() -> dict[Asked, dict[str, float]]:
+    """The figures of every run that was made, by name."""
+    found: dict[Asked, dict[str, float]] = {}
+    path = results_path()
+    for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
+        asked = Asked(**line["settings"], code=line["code"])
+        found.setdefault(asked, {})[line["name"]] = line["value"]
+    return found
+
+
+def points() -> Iterator[Point]:
+    """Every point: the experiments' own windows, then those that are held back."""
+    back = held_back()
+    for name in back.draws:
+        yield Point(f"{name}, new draws", name, _load(name), None, is_test=True)
+    for number, window_s in enumerate(back.windows, start=1):
+        for name in back.in_windows:
+            at = _load(name) * _rate(_workload(name)) / _rate_later(window_s)
+            where = f"{name}, window {number}"
+            yield Point(where, name, at, None, later_window_s=window_s, is_test=True)
+
+
+def _load(name: str) -> float:
+    """That of the claims: the highest one."""
+    return max(read_experiment(ROOT / "experiments" / f"{name}.toml").loads)
+
+
+def _workload(name: str) -> WorkloadSettings:
+    return read_experiment(ROOT / "experiments" / f"{name}.toml").workload
+
+
+def _rate(settings: WorkloadSettings) -> float:
+    """Requests per second of its window."""
+    assert settings.end_s is not None, settings
+    return len(workload_of(settings, 1.0, 0)) / (settings.end_s - settings.start_s)
+
+
+def _rate_later(window_s: tuple[float, float]) -> float:
+    start_s, end_s = window_s
+    moments = read_azure(later_azure_trace()).arrival_s
+    return sum(start_s <= at_s < end_s for at_s in moments) / (end_s - start_s)
+
+
+def check_unasked(made: dict[Asked, dict[str, float]], num_runs: int) -> None:
+    """Raise ConfigError if this version has been asked: wholly, or by other code."""
+    version = kunserve.__version__
+    codes = {asked.code for asked in made if asked.version == version}
+    others = sorted(codes - {code()})
+    if others:
+        raise ConfigError(
+            f"version {version} has been asked, with code {', '.join(others)}: what has changed "
+            "since may have been tuned on the answer. --again asks nonetheless"
+        )
+    if sum(asked.version == version for asked in made) >= num_runs:
+        raise ConfigError(f"version {version} has been asked: --table shows what it said")
+
+
+def ask(*, again: bool) -> None:
+    """Every run that this version and code lack, as lines of the file."""
+    made = kept()
+    back, version = held_back(), kunserve.__version__
+    wanted = [(p, seed, name) for p in points() for seed in back.seeds for name in back.systems]
+    if not again:
+        check_unasked(made, len(wanted))
+    with (
+        results_path().open("a") as file,
+        contextlib.redirect_stdout(file),
+        Report(BENCHMARK, code(), version=version) as report,
+    ):
+        for number, (point, seed, system) in enumerate(wanted):
+            asked = Asked(point.name, seed, system, version, code())
+            if asked in made and not again:
+                continue
+            print(f"{number}/{len(wanted)} {point.name}, {system}", file=sys.stderr)
+            for name, value, unit in run_figures(system, point.scenario(seed)):
+                report.add(name, value, unit, point=point.name, seed=seed, system=system)
+
+
+def table() -> list[Row]:
+    """P99 TTFT of the others over that of `drop`, by point and release: medians of the draws."""
+    made = kept()
+    others = [name for name in held_back().systems if name != "drop"]
+    rows: list[Row] = [("point", "version", "code", *(f"`{name}`" for name in others))]
+    for point, version, of_code in dict.fromkeys((a.point, a.version, a.code) for a in made):
+        cells = []
+        for other in others:
+            ratios = [
+                figures[P99] / made[ours][P99]
+                for asked, figures in made.items()
+                for ours in [Asked(point, asked.seed, "drop", version, of_code)]
+                if (asked.point, asked.version, asked.code) == (point, version, of_code)
+                and asked.system == other
+                and ours in made
+            ]
+            cells.append(_ranged(ratios))
+        rows.append((point, version, of_code, *cells))
+    return rows
+
+
+def _ranged(ratios: list[float]) -> str:
+    if not ratios:
+        return "-"
+    return f"{statistics.median(ratios):.1f}x ({min(ratios):.1f}-{max(ratios):.1f})"
+
+
+def main() -> None:
+    """Ask, or show what was said."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--again", action="store_true", help="although this version was asked")
+    parser.add_argument("--table", action="store_true", help="run nothing, print what is kept")
+    options = parser.parse_args()
+    if options.table:
+        print(markdown(table()))
+        return
+    try:
+        ask(again=options.again)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
