@@ -98,7 +98,7 @@ def _rounded(values: Array, digits: int) -> list[float | None]:
     return [None if np.isnan(value) else round(float(value), digits) for value in values]
 
 
-def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(lines: Sequence[dict[str, Any]]) -> Figure:
     """A row for each workload: memory, mean TTFT, throughput."""
     names = list(dict.fromkeys(line["workload"] for line in lines))
     figure = Figure(figsize=(11.0, 2.0 * len(names)), layout="constrained", dpi=90)
@@ -126,7 +126,7 @@ def draw(lines: Sequence[dict[str, Any]], path: Path) -> None:
         axis.tick_params(labelsize=7)
         axis.set_ylim(bottom=0)
     figure.supxlabel("seconds", fontsize=8)
-    figure.savefig(path)
+    return figure
 
 
 def _draw_line(axis: Axes, line: dict[str, Any], of: str, **style: Any) -> None:
@@ -145,7 +145,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no workload {unknown[0]!r}; there are: {', '.join(FIXED)}")
     if options.figure is not None:
-        draw(kept(), options.figure)
+        draw(kept()).savefig(options.figure)
         return
     for name in options.names or FIXED:
         made = list(timelines(name))

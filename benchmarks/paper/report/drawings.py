@@ -11,6 +11,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.paper import timelines
 from benchmarks.paper.kept_results import (
     BURSTGPT,
     FIXED,
@@ -269,6 +270,12 @@ DRAWINGS = {
         "The real bursts on equal requests: median and range of the rounds.",
         real,
         lambda found: draw_bars(found, P99),
+    ),
+    "timelines": Drawing(
+        "One draw of each workload at the load of the claims, simulated. Memory: in use, to be had "
+        "(dotted), and wanted (dashed, with endless memory), as multiples of what is undropped.",
+        timelines.kept,
+        timelines.draw,
     ),
     "ablation": Drawing(
         "How many times lower P99 TTFT is than under `recompute`: medians and ranges of the draws.",

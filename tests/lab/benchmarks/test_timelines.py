@@ -40,5 +40,5 @@ def test_every_workload_of_the_claims_has_its_timelines(tmp_path: Path) -> None:
         assert {len(line[name]) for name in SERIES} <= set(range(1, PARTS + 1))
         assert line["experiment"] == FIXED[line["workload"]]
     assert kept_path().stat().st_size < 200_000
-    draw(lines, tmp_path / "some.png")
+    draw(lines).savefig(tmp_path / "some.png")
     assert (tmp_path / "some.png").stat().st_size > 10_000
