@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks.report import Report, Setting
 from kunserve.core.code import code_of
+from kunserve.engine.cpu.kernels.levels import processor_name
 from kunserve.model.source import resolve_model
 from kunserve.model.tokenizer import load_tokenizer
-from kunserve_lab.bench.environment import processor_name
 from kunserve_lab.bench.server_process import running_server
 from kunserve_lab.compare.demo import REQUESTS, SETUP
 from kunserve_lab.compare.real import serve_arguments

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import kunserve
 from kunserve.core.code import HOUSES, code_of
+from kunserve.engine.cpu.kernels.levels import processor_name
 
 SIMULATED = (
     *(f"kunserve/{room}" for room in ("core", "model", "policy", "control")),
@@ -50,15 +51,6 @@ def environment() -> dict[str, object]:
         "cpus": os.cpu_count(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
     }
-
-
-def processor_name() -> str:
-    """The CPU's own name where Linux tells it, else its kind."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

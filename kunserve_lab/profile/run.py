@@ -17,11 +17,11 @@ from kunserve.core.cost import DENSE, NO_WINDOWS, CostSample, ExpertChoice, Wind
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.engine.body import EngineBody
+from kunserve.engine.cpu.kernels.levels import processor_name
 from kunserve.engine.devices import open_backend
 from kunserve.model.config import read_spec
 from kunserve.model.profile import FORMAT, Profile, ProfileSubject, RegionError
 from kunserve.model.source import resolve_model
-from kunserve_lab.bench.environment import processor_name
 from kunserve_lab.profile.cost_fit import fit, held_out_errors, sized
 from kunserve_lab.profile.cost_forms import forms_for, from_vector
 from kunserve_lab.profile.journal import Journal, Plan

@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-from kunserve_lab.bench.environment import processor_name
+from kunserve.engine.cpu.kernels.levels import processor_name
 
 NUM_ROWS = 15
 

@@ -88,6 +88,12 @@ def processor_features() -> frozenset[str]:
     return frozenset(next(lists, "").split())
 
 
+def processor_name() -> str:
+    """The processor's own name where Linux tells it, else its kind."""
+    names = (line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
 def processor_text() -> str:
     """Whatever of the processor's description ``-march=native`` may look at."""
     kept = ("flags", "Features", "CPU part")
