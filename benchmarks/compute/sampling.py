@@ -101,8 +101,8 @@ def compare(report: Report, kind: str, num_rows: int, rounds: int, device: torch
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         tokens: list[Sequence[int | None]] = []
-        host_s = seconds(lambda here=here: tokens.append(host.run(here.cpu())))
-        at_once_s = seconds(lambda there=there: tokens.append(at_once.run(there)))
+        host_s = seconds(lambda here=here, tokens=tokens: tokens.append(host.run(here.cpu())))
+        at_once_s = seconds(lambda there=there, tokens=tokens: tokens.append(at_once.run(there)))
         if number >= 2:  # the first ones warm up
             took["host"].append(host_s)
             took["at once"].append(at_once_s)

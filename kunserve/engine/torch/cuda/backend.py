@@ -46,8 +46,8 @@ _LEAST_BLOCK_SIZE = 16
 _LOOK_GAP_S = 100e-6
 """Between two looks while a device computes, for threads that move KV meanwhile."""
 _DRAW_BYTES = 20
-"""Of each logit of rows that are sampled at once: its weight, and copies of it for log-probabilities
-and bans."""
+"""Of each logit of rows that are sampled at once: its weight, and copies for log-probabilities and
+bans."""
 _SORT_BYTES = 48
 """Of each logit of rows that are sorted: weights, their ids and running sums, and masks."""
 

@@ -27,6 +27,7 @@ class Log:
         """Before any step was asked for."""
 
     def warm_up(self, work: Callable[[], None]) -> None:
+        self.take()  # the launches of graphs that are recorded already
         work()
         self.warmed += self.take()
 

@@ -1,7 +1,7 @@
 """The device's sampler says what the host's does, but where a point lies on a border."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -180,7 +180,7 @@ class Calls(TorchDispatchMode):
 class Crossings(TorchFunctionMode):
     """What goes from the device to the host, which waits for it, and the other way."""
 
-    AWAITED = {
+    AWAITED: ClassVar = {
         torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.__bool__,
         torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__,
         torch.Tensor.nonzero, torch.nonzero, torch.Tensor.unique, torch.unique,
@@ -211,9 +211,9 @@ def test_one_copy_each_way_and_calls_that_rows_do_not_add_to(asked: list[Samplin
     found = []
     for times in (2, 20):
         params = [one for one in asked for _ in range(times)]
-        sampler = TorchSampler((EOS,), VOCAB, device=DEVICE)
         ids = [RequestId(f"r{i}") for i in range(len(params))]
         with StrictDevice(), Crossings() as crossings, Calls() as calls:
+            sampler = TorchSampler((EOS,), VOCAB, device=DEVICE)
             for number, one in enumerate(params):
                 sampler.start(start_of(number, one, []))
             for position in range(2):
@@ -224,7 +224,7 @@ def test_one_copy_each_way_and_calls_that_rows_do_not_add_to(asked: list[Samplin
         assert crossings.awaited - before[0] == 1 + asks
         assert crossings.sent - before[1] == 1
         found.append(calls.counts - before[2])
-    assert found[0] == found[1] and found[0].total() < 160
+    assert found[0] == found[1] and found[0].total() < 200
 
 
 def test_more_rows_than_are_sampled_at_once() -> None:
