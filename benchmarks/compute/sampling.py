@@ -14,12 +14,13 @@ torch, which on a GPU cost the host about 5 us each, and do not grow with the ro
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.report import Report
+from benchmarks.report import Report, Setting
 from kunserve.core.ids import RequestId
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import SequenceStart
@@ -68,7 +69,7 @@ class Steps:
         return [one.token_id for one in self._sampler.sample(logits, self._ids, positions)]
 
 
-class Calls(TorchDispatchMode):
+class Calls(TorchDispatchMode):  # type: ignore[misc]
     """How many operations are asked for, but for views."""
 
     def __init__(self) -> None:
@@ -89,6 +90,14 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def _run(steps: Steps, logits: torch.Tensor, tokens: list[Sequence[int | None]]) -> None:
+    tokens.append(steps.run(logits))
+
+
+def _run_on_host(steps: Steps, logits: torch.Tensor, tokens: list[Sequence[int | None]]) -> None:
+    _run(steps, logits.cpu(), tokens)
+
+
 def compare(report: Report, kind: str, num_rows: int, rounds: int, device: torch.device) -> None:
     """Both ways in turns, over copies of the same logits."""
     fresh = logits_like(num_rows).to(device)
@@ -101,8 +110,8 @@ def compare(report: Report, kind: str, num_rows: int, rounds: int, device: torch
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         tokens: list[Sequence[int | None]] = []
-        host_s = seconds(lambda here=here, tokens=tokens: tokens.append(host.run(here.cpu())))
-        at_once_s = seconds(lambda there=there, tokens=tokens: tokens.append(at_once.run(there)))
+        host_s = seconds(partial(_run_on_host, host, here, tokens))
+        at_once_s = seconds(partial(_run, at_once, there, tokens))
         if number >= 2:  # the first ones warm up
             took["host"].append(host_s)
             took["at once"].append(at_once_s)
@@ -111,7 +120,7 @@ def compare(report: Report, kind: str, num_rows: int, rounds: int, device: torch
         at_once.run(fresh.clone())
     num_calls = calls.num_calls - 1
     medians = {name: sorted(some)[len(some) // 2] for name, some in took.items()}
-    where = {"kind": kind, "rows": num_rows}
+    where: dict[str, Setting] = {"kind": kind, "rows": num_rows}
     for name, median_s in medians.items():
         report.add(name, median_s * 1e3, "ms", **where)
     report.add("host / at once", medians["host"] / medians["at once"], "x", **where)

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 _GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow."""
 _MASK = (1 << 64) - 1
-_Whole = TypeVar("_Whole", int, npt.NDArray[np.uint64])
+_Whole = TypeVar("_Whole", int, Any)
+"""A number, or an array of uint64."""
 
 
 @dataclass(slots=True)
@@ -306,7 +307,8 @@ def uniforms(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
     """``uniform`` of each. Seeds are those of requests, modulo 2 ** 64."""
-    return (_mix(_mix(seeds) + positions) >> 11) * 2.0**-53
+    found: npt.NDArray[np.float64] = (_mix(_mix(seeds) + positions) >> 11) * 2.0**-53
+    return found
 
 
 def _mix(value: _Whole) -> _Whole:
