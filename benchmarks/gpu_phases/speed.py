@@ -140,7 +140,7 @@ def _drawn(machine: Machine, report: Report, name: str) -> None:
         logits = torch.randn(num, spec.vocab_size, device=machine.torch_device)
         ids = [RequestId(str(row)) for row in range(num)]
         for way, sampling in ways.items():
-            sampler = TorchSampler((2,), spec.vocab_size)
+            sampler = TorchSampler((2,), spec.vocab_size, device=machine.torch_device)
             for one in ids:
                 sampler.start(SequenceStart(one, sampling, 64, TokenIds(range(64))))
             steps = itertools.count()

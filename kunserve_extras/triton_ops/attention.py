@@ -146,9 +146,11 @@ def part_kernel(
 
     A program takes every n-th part, where n programs share the sequence. ``sums`` [sequences,
     heads, PARTS, HEAD_PAD + 2] are float32: weighted values, largest score and total weight.
+    Neighbours in the grid are KV heads of one sequence, because these lie side by side in a unit:
+    programs that run at the same time then touch few pages of memory.
     """
-    seq = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1)
     first = tl.load(q_starts + seq)
     if tl.load(q_starts + seq + 1) - first == 1:
         context = tl.load(context_lens + seq)

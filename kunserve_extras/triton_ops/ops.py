@@ -173,7 +173,7 @@ class TritonOps:
         sums = torch.empty(shape, dtype=torch.float32, device=q.device)
         window = spec.window_of(layer) or 0
         programs = min(PARTS, max(1, _PROGRAMS // (num_seqs * spec.num_kv_heads)))
-        part_kernel[(num_seqs, spec.num_kv_heads, programs)](
+        part_kernel[(spec.num_kv_heads, num_seqs, programs)](
             q,
             kv,
             sums,

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +33,12 @@ logger = logging.getLogger(__name__)
 _GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow."""
 _MASK = (1 << 64) - 1
+_Whole = TypeVar("_Whole", int, Any)
+"""A number, or an array of uint64."""
 
 
 @dataclass(slots=True)
-class _State:
+class RequestState:
     """What is kept of a request between its tokens."""
 
     sampling: SamplingParams
@@ -71,7 +74,7 @@ class Sampler:
         self._eos_ids = tuple(eos_ids)
         self._vocab_size = vocab_size
         self._forms = forms
-        self._states: dict[RequestId, _State] = {}
+        self._states: dict[RequestId, RequestState] = {}
         self._take_largest: set[RequestId] = set()
         """Those of them for which the largest raw logit is all there is to know."""
 
@@ -162,7 +165,7 @@ class Sampler:
         if self._forms is not None:
             self._forms.flush()
 
-    def _state_of(self, start: SequenceStart) -> _State:
+    def _state_of(self, start: SequenceStart) -> RequestState:
         sampling = start.sampling
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._eos_ids)
         bias = [pair for pair in sampling.logit_bias if 0 <= pair[0] < self._vocab_size]
@@ -180,7 +183,7 @@ class Sampler:
         is_greedy = sampling.temperature < _GREEDY_BELOW
         has_any = form is not None or history is not None or bans is not None or bool(bias)
         is_plain = not has_any and sampling.min_tokens == 0
-        return _State(
+        return RequestState(
             sampling=sampling,
             is_greedy=is_greedy,
             is_plain=is_plain,
@@ -209,7 +212,7 @@ def takes_largest(sampling: SamplingParams) -> bool:
 
 
 def sample_row(
-    request_id: RequestId, row: Row | None, state: _State | None, position: int
+    request_id: RequestId, row: Row | None, state: RequestState | None, position: int
 ) -> SampledToken:
     """One request's token. Whatever goes wrong ends this request and no other."""
     if state is None:
@@ -228,7 +231,9 @@ def sample_row(
     return SampledToken(request_id, *chosen)
 
 
-def _choose(row: Row, state: _State, position: int) -> tuple[int, TokenLogprobs | None] | None:
+def _choose(
+    row: Row, state: RequestState, position: int
+) -> tuple[int, TokenLogprobs | None] | None:
     """The token and what is reported of it; None if its own parameters spoil the row."""
     sampling = state.sampling
     raw = row
@@ -264,7 +269,7 @@ def _ids(values: Iterable[int]) -> npt.NDArray[np.int64]:
     return np.fromiter(values, dtype=np.int64)
 
 
-def _adjust(row: Row, state: _State, position: int) -> None:
+def _adjust(row: Row, state: RequestState, position: int) -> None:
     """Apply everything that changes the logits [vocab] themselves, in place."""
     sampling = state.sampling
     if state.form is not None:
@@ -298,7 +303,15 @@ def uniform(seed: int, position: int) -> float:
     return (_mix(_mix(seed) + position) >> 11) * 2.0**-53
 
 
-def _mix(value: int) -> int:
+def uniforms(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float64]:
+    """``uniform`` of each. Seeds are those of requests, modulo 2 ** 64."""
+    found: npt.NDArray[np.float64] = (_mix(_mix(seeds) + positions) >> 11) * 2.0**-53
+    return found
+
+
+def _mix(value: _Whole) -> _Whole:
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

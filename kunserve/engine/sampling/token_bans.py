@@ -17,7 +17,10 @@ class TokenBans:
         if sampling.allowed_token_ids:
             self._forbidden = np.ones(vocab_size, dtype=bool)
             self._forbidden[np.asarray(sampling.allowed_token_ids, dtype=np.int64)] = False
-        self._words = [word for word in sampling.bad_words if word]
+        tokens = range(vocab_size)
+        self._words = [
+            word for word in sampling.bad_words if word and all(one in tokens for one in word)
+        ]
         self._num_kept = max(map(len, self._words), default=1) - 1
         self._recent: list[int] = []
         if self._num_kept:
@@ -29,6 +32,16 @@ class TokenBans:
         """Whether the request has any."""
         return bool(sampling.allowed_token_ids or sampling.bad_words)
 
+    @property
+    def forbidden(self) -> npt.NDArray[np.bool_] | None:
+        """[vocab] all but the allowed tokens; None where all are allowed."""
+        return self._forbidden
+
+    @property
+    def has_words(self) -> bool:
+        """Whether there are bad words."""
+        return bool(self._words)
+
     def allow_only(self, row: Row) -> None:
         """Make the logits [vocab] of all but the allowed tokens minus infinity."""
         if self._forbidden is not None:
@@ -36,10 +49,15 @@ class TokenBans:
 
     def forbid_words(self, row: Row) -> None:
         """Make those of tokens that would end a bad word minus infinity."""
-        for word in self._words:
-            num_before = len(word) - 1
-            if num_before == 0 or tuple(self._recent[-num_before:]) == word[:-1]:
-                row[word[-1]] = -np.inf
+        row[self.word_ends()] = -np.inf
+
+    def word_ends(self) -> list[int]:
+        """The tokens that would end a bad word now."""
+        return [word[-1] for word in self._words if self._is_begun(word)]
+
+    def _is_begun(self, word: tuple[int, ...]) -> bool:
+        num_before = len(word) - 1
+        return num_before == 0 or tuple(self._recent[-num_before:]) == word[:-1]
 
     def append(self, token_id: int) -> None:
         """One more output token."""

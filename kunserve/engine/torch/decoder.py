@@ -20,6 +20,7 @@ from kunserve.engine.torch.experts import AddUp, add_experts
 from kunserve.engine.torch.graph_inputs import GraphInputs
 from kunserve.engine.torch.graphs import GraphCounts, LayerGraphs, Recorder, sizes_up_to
 from kunserve.engine.torch.ops.table import DeviceBatch, Ops
+from kunserve.engine.torch.pinned import Sender
 from kunserve.model.spec import ModelSpec
 
 _WARM_UP_POSITIONS = (0, 1, 0)
@@ -73,6 +74,7 @@ class TorchDecoder:
         """A table each, of which a layer has one."""
         self._scratch: dict[str, torch.Tensor] = {}
         self._logits = torch.empty(0, spec.vocab_size, device=self._device)
+        self._sender = Sender(self._device)
         self._recorder = recorder
         self._graphs: LayerGraphs | None = None
         self._inputs: GraphInputs | None = None
@@ -198,7 +200,9 @@ class TorchDecoder:
 
     def logits_of(self, which: npt.NDArray[np.integer[Any]], hidden: torch.Tensor) -> torch.Tensor:
         """As ``logits``, of these rows of ``hidden``."""
-        rows = hidden.index_select(0, torch.from_numpy(which).to(self._device))
+        # Not a copy that waits: the head and the sampler are asked for while layers are computed.
+        sent = self._sender.send({"rows": which.astype(np.int64)})
+        rows = hidden.index_select(0, sent["rows"])
         self._ops.rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, rows)
         scaled(rows, self._spec.logit_scale)
         if len(rows) > len(self._logits):

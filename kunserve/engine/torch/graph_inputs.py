@@ -7,6 +7,7 @@ import torch
 
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
 from kunserve.engine.torch.ops.table import DeviceBatch, aligned
+from kunserve.engine.torch.pinned import PinnedTurns
 from kunserve.model.spec import ModelSpec
 
 
@@ -29,16 +30,8 @@ class GraphInputs:
         self._block_size = block_size
         self._width = max(1, math.ceil(num_positions / block_size))
         num_elements = sum(size for _, size in self._places(most_rows).values())
-        is_cuda = device.type == "cuda"
         self._flat = torch.zeros(num_elements, dtype=torch.int32, device=device)
-        # Two, so that one can be filled while the other is still being copied.
-        self._staged = [
-            torch.zeros(num_elements, dtype=torch.int32, pin_memory=is_cuda) for _ in range(2)
-        ]
-        self._copied: list[torch.cuda.Event] = []
-        if is_cuda:
-            self._copied = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
-        self._turn = 0
+        self._staged = PinnedTurns(num_elements, torch.int32, device)
         dtype = TORCH_DTYPES[spec.dtype]
         self.hidden = torch.zeros(most_rows, spec.hidden_size, dtype=dtype, device=device)
         """[most_rows, hidden], which the layers change."""
@@ -81,13 +74,8 @@ class GraphInputs:
 
     def fill(self, rows: int, batch: StepBatch | None) -> DeviceBatch:
         """Put a batch that is held into the buffers, padded to so many rows; None pads all."""
-        staged = self._staged[self._turn]
-        if self._copied:
-            self._copied[self._turn].synchronize()
-        places = self._places(rows)
-        parts = {
-            name: staged.numpy()[first : first + size] for name, (first, size) in places.items()
-        }
+        staged, places = self._staged.next(), self._places(rows)
+        parts = {name: staged[first : first + size] for name, (first, size) in places.items()}
         tables = parts["tables"][: rows * self._width].reshape(rows, self._width)
         tables.fill(self._nowhere)
         for name, padding in (("positions", 0), ("offsets", 0), ("context_lens", 1)):
@@ -103,10 +91,7 @@ class GraphInputs:
             parts["offsets"][:num] = batch.positions % self._block_size
             parts["context_lens"][:num] = batch.context_lens
         num_elements = sum(size for _, size in places.values())
-        self._flat[:num_elements].copy_(staged[:num_elements], non_blocking=True)
-        if self._copied:
-            self._copied[self._turn].record()
-        self._turn = 1 - self._turn
+        self._staged.send(self._flat[:num_elements])
         return self.batch(rows)
 
     def _places(self, rows: int) -> dict[str, tuple[int, int]]:

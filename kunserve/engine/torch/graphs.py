@@ -137,4 +137,8 @@ class LayerGraphs:
         runs = [piece for piece in pieces_of(whole) if piece.num_layers > 1]
         graphs = {piece: self._recorder.record(work_of(piece)) for piece in (*alone, *runs)}
         self.counts.recorded += len(graphs)
+        # The first launch brings a graph to the device. Those of single layers are not needed
+        # before a drop, and the steps behind it would wait for that.
+        for graph in graphs.values():
+            graph.replay()
         return graphs

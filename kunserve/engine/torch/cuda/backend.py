@@ -26,9 +26,10 @@ from kunserve.engine.torch.cuda.recorder import TorchRecorder
 from kunserve.engine.torch.decoder import TorchDecoder
 from kunserve.engine.torch.experts import expert_bytes
 from kunserve.engine.torch.graphs import Recorder
+from kunserve.engine.torch.histories import HISTORY_BYTES
 from kunserve.engine.torch.ops.reference import ReferenceOps
 from kunserve.engine.torch.ops.table import Ops, sums_bytes
-from kunserve.engine.torch.sampler import ROWS_AT_ONCE, TorchSampler
+from kunserve.engine.torch.sampler import ROWS_AT_ONCE, ROWS_SORTED, TorchSampler
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
 from kunserve.model.spec import ModelSpec
@@ -44,8 +45,11 @@ _LEAST_BLOCK_SIZE = 16
 """Block tables of recorded steps are assumed to have an entry for so many tokens."""
 _LOOK_GAP_S = 100e-6
 """Between two looks while a device computes, for threads that move KV meanwhile."""
-_DRAW_BYTES = 48
-"""Of each logit of rows that are drawn: sorted weights, their ids and running sums, and masks."""
+_DRAW_BYTES = 20
+"""Of each logit of rows that are sampled at once: its weight, and copies for log-probabilities and
+bans."""
+_SORT_BYTES = 48
+"""Of each logit of rows that are sorted: weights, their ids and running sums, and masks."""
 
 
 def _gib(num_bytes: int) -> str:
@@ -53,8 +57,10 @@ def _gib(num_bytes: int) -> str:
 
 
 def drawing_bytes(spec: ModelSpec, limits: StepLimits) -> int:
-    """What drawing takes of rows of so many logits."""
-    return min(limits.num_sampled, ROWS_AT_ONCE) * spec.vocab_size * _DRAW_BYTES
+    """What drawing takes of rows of so many logits, with histories for penalties of all of them."""
+    at_once = min(limits.num_sampled, ROWS_AT_ONCE) * spec.vocab_size * _DRAW_BYTES
+    sorting = min(limits.num_sampled, ROWS_SORTED) * spec.vocab_size * _SORT_BYTES
+    return at_once + sorting + limits.num_sampled * limits.num_positions * HISTORY_BYTES
 
 
 class CudaBackend(OneMemory):
@@ -182,7 +188,9 @@ class CudaBackend(OneMemory):
 
     def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
         """See ``Backend``."""
-        return TorchSampler(eos_ids, vocab_size, forms)
+        sampler = TorchSampler(eos_ids, vocab_size, forms, self.device)
+        sampler.warm_up()
+        return sampler
 
     def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
         """See ``Backend``."""

@@ -23,8 +23,11 @@ class Log:
     def __init__(self) -> None:
         self.done: list[tuple[int, int]] = []
         self.warmed: list[tuple[int, int]] = []
+        self.first: list[tuple[int, int]] = []
+        """Before any step was asked for."""
 
     def warm_up(self, work: Callable[[], None]) -> None:
+        self.take()  # the launches of graphs that are recorded already
         work()
         self.warmed += self.take()
 
@@ -48,6 +51,7 @@ class LogGraph:
 def recorded(log: Log, sizes: tuple[int, ...], within_s: float = 60.0) -> LayerGraphs:
     graphs = LayerGraphs(NUM_LAYERS, log)
     graphs.record(sizes, lambda rows: lambda layer: log.done.append((rows, layer)), within_s)
+    log.first = log.take()
     return graphs
 
 
@@ -73,6 +77,17 @@ def test_every_layer_is_compiled_before_it_is_recorded() -> None:
     log = Log()
     recorded(log, (2, 8))
     assert log.warmed == [(rows, layer) for rows in (8, 2) for layer in range(NUM_LAYERS)]
+
+
+def test_every_graph_is_launched_once_at_the_start() -> None:
+    """Each layer alone, and each within its run: no step behind a drop launches one first."""
+    log = Log()
+    graphs = recorded(log, (2,))
+    in_runs = [
+        layer for layer in range(NUM_LAYERS) if layer < NUM_LAYERS // RUN_LAYERS * RUN_LAYERS
+    ]
+    assert sorted(log.first) == sorted((2, layer) for layer in [*range(NUM_LAYERS), *in_runs])
+    assert (graphs.counts.launched, graphs.counts.steps) == (0, 0)
 
 
 def test_small_steps_use_the_next_larger_size() -> None:

@@ -16,6 +16,7 @@ from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
+from kunserve.core.tokens import TokenIds
 from kunserve.engine.body import EngineBody
 from kunserve.engine.torch.cuda.backend import CudaBackend
 from tests.direct_engine import GREEDY, DirectEngine
@@ -32,6 +33,16 @@ SAMPLING = (
     SamplingParams(max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.05, seed=3),
     SamplingParams(max_tokens=9, temperature=0.0, num_logprobs=3),
     SamplingParams(max_tokens=9, temperature=0.8, min_p=0.1, seed=4),
+    SamplingParams(9, presence_penalty=0.5, logit_bias=((5, 2.0),), min_tokens=3, seed=5),
+    SamplingParams(
+        9,
+        0.9,
+        0.9,
+        seed=6,
+        allowed_token_ids=TokenIds(range(40)),
+        bad_words=((7,),),
+        num_logprobs=1,
+    ),
 )
 
 
@@ -53,7 +64,9 @@ def open_body(folder: Path, number: int, device: torch.device, is_eager: bool) -
 def tokens(folder: Path, device: torch.device, is_eager: bool) -> list[list[list[int]]]:
     """Of all kinds of sampling: alone, through two stages after a drop, and after the restore."""
     generator = np.random.default_rng(0)
-    prompts = [generator.integers(3, SPEC.vocab_size, n).tolist() for n in (5, 17, 30, 3, 9, 12)]
+    prompts = [
+        generator.integers(3, SPEC.vocab_size, n).tolist() for n in (5, 17, 30, 3, 9, 12, 6, 8)
+    ]
     found = []
     with ExitStack() as stack:
         pair = [
@@ -81,6 +94,7 @@ def test_steps_of_a_device_mix_nothing(tmp_path: Path, is_eager: bool) -> None:
     with StrictDevice() as strict:
         found = tokens(folder, DEVICE, is_eager)
     assert found == expected and strict.num_checked > 1000
+    assert found[0] == found[1] == found[2]
 
 
 def test_what_torch_on_a_device_refuses_is_refused() -> None:
