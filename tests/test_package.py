@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {
     "PIL": "pillow",
+    "fpdf": "fpdf2",
     "langchain_core": "langchain-openai",
     "langchain_openai": "langchain-openai",
     "opentelemetry": "opentelemetry-sdk",

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.config import OverloadConfig
+from kunserve.core.errors import ConfigError
 from kunserve.core.step import StepPlan
 from kunserve_lab.compare.systems import SYSTEMS, find_system
 from kunserve_lab.sim.by_time import WorldConfig
@@ -78,13 +79,20 @@ def test_restored_twice() -> None:
 NO_RESTORE = OverloadConfig(policy="drop", restore_below=0.0)
 
 
-@pytest.mark.parametrize("system", sorted(SYSTEMS))
+@pytest.mark.parametrize(
+    "system", sorted(name for name, one in SYSTEMS.items() if not one.shares_weights)
+)
 def test_equal_settings_equal_results(system: str) -> None:
     num_instances = max(2, find_system(system).pipeline_stages)
     workload = burst(8 * num_instances, 0.16 / num_instances)  # a fifth more than memory holds
     profile = small_profile(8_000, *([GEMMA] if find_system(system).keeps_ring else []))
     world = scenario(workload, num_instances, profile, world=WorldConfig(start_s=5.0))
     assert run(system, world).run == run(system, world).run
+
+
+def test_instances_of_their_own_memories_share_no_weights() -> None:
+    with pytest.raises(ConfigError, match="shared is for real instances of one machine"):
+        run("shared", scenario(burst(4, 1.0)))
 
 
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
