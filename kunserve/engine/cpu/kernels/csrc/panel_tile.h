@@ -78,17 +78,12 @@ INLINE void open_page(const char *at) {
 INLINE void add_slot(const int rows, pf (*acc)[PASS_ROWS][4], const int slot, const char *panel,
                      const char *x, long x_stride) {
 #ifdef WIDENS_X /* the odd column first, as in `dot_bf16` */
-  UNROLL for (int odd = 1; odd >= 0; odd--) {
-    pi w[PIECES];
-    UNROLL for (int p = 0; p < PIECES; p++) {
-      w[p] = *(const pi_u *)(panel + p * PIECE * 4);
-      w[p] = odd ? w[p] & (int32_t)0xffff0000 : w[p] << 16;
-    }
+  UNROLL for (int odd = 1; odd >= 0; odd--) UNROLL for (int p = 0; p < PIECES; p++) {
+    pi w = *(const pi_u *)(panel + p * PIECE * 4);
+    w = odd ? w & (int32_t)0xffff0000 : w << 16;
     UNROLL for (int i = 0; i < rows; i++) {
       pi factor_of_all = piece_spread(x + i * x_stride + 4 * odd);
-      UNROLL for (int p = 0; p < PIECES; p++) {
-        acc[p][i][slot] = piece_dot_f32(acc[p][i][slot], w[p], factor_of_all);
-      }
+      acc[p][i][slot] = piece_dot_f32(acc[p][i][slot], w, factor_of_all);
     }
   }
 #else
