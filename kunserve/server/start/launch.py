@@ -56,7 +56,10 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
     ``run_folder`` is where they outlive this process, see ``LocalCluster.start``.
     """
     source = resolve_model(config.model.model, config.model.load_format)
-    spec = read_spec(source, config.model.dtype)
+    engine = config.instance.engine
+    if engine != "own":
+        find_extra("engine_checks", engine, f"--engine {engine}")(config, source)
+    spec = read_spec(source, config.model.dtype, computed_elsewhere=engine != "own")
     defaults = SamplingDefaults()
     if config.model.generation_config == "auto":
         defaults = read_sampling_defaults(source)

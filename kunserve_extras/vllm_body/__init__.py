@@ -1,0 +1,10 @@
+"""vLLM's model classes as the body of an instance: `kunserve serve MODEL --engine vllm`.
+
+Our memory, block tables, stages and scheduler; theirs are the layers and attention over the cache.
+What of vLLM may change between releases is in ``release.py`` alone.
+"""
+
+import os
+
+# It is read when vLLM is imported, which would write its log where an instance says last words.
+os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
