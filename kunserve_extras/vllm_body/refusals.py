@@ -64,9 +64,7 @@ def setting_refused(config: KunServeConfig) -> str | None:
             model.quantization not in ("none", "auto")
         ),
         # KV lies otherwise where the kernels have AMX than where they have not.
-        "needs instances on one machine: leave --cluster and --topology out": (
-            config.cluster.launcher != "local" or config.cluster.topology is not None
-        ),
+        "needs instances on one machine: leave --cluster out": config.cluster.launcher != "local",
     }
     return next((why for why, is_so in refusals.items() if is_so), None)
 
