@@ -66,9 +66,8 @@ class VllmDecoder:
         self._range = layers
 
     def embed(self, batch: StepBatch) -> torch.Tensor:
-        """Room for what leaves the first stage: the model embeds where it begins."""
-        width = len(self._model.hop_names) * self._spec.hidden_size
-        return torch.empty(batch.num_tokens, width, dtype=self._dtype)
+        """No column of each: the first stage's ``forward`` has the model embed."""
+        return torch.empty(batch.num_tokens, 0, dtype=self._dtype)
 
     def forward(
         self,
@@ -103,7 +102,7 @@ class VllmDecoder:
         assert hop is not None
         if self._range.end == self._spec.num_layers:
             return hop[0]
-        return torch.cat(hop, dim=1, out=hidden)
+        return torch.cat(hop, dim=1)
 
     def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits [n, vocab] of ``batch.sample_rows``. Overwritten by the next call."""

@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import utils as gemm_choice
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
@@ -91,6 +92,8 @@ def open_model(folder: Path, dtype: str, block_size: int) -> "Model":
             enable_prefix_caching=False,
             kv_cache_memory_bytes=1 << 20,  # none is taken
         ).create_engine_config()
+        # Else experts are taken in turn from the model's first layer on, whatever a stage computes.
+        config.compilation_config.fast_moe_cold_start = False
         with set_current_vllm_config(config):
             ends = _world()
             ends.is_first_rank = ends.is_last_rank = True
@@ -139,7 +142,8 @@ class Model:
 
     def _find_attention(self) -> list[Attention]:
         """Of each layer, in order."""
-        found = self._config.compilation_config.static_forward_context
+        registered = self._config.compilation_config.static_forward_context.items()
+        found = {name: one for name, one in registered if isinstance(one, AttentionLayerBase)}
         by_layer = {extract_layer_index(name): layer for name, layer in found.items()}
         is_plain = all(
             type(layer) is Attention
