@@ -7,4 +7,6 @@ What of vLLM may change between releases is in ``release.py`` alone.
 import os
 
 # It is read when vLLM is imported, which would write its log where an instance says last words.
-os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+# A context that threads share is summed in an order that depends on who else is in the step.
+os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"

@@ -104,6 +104,7 @@ class ParameterLoader:
                 num_values += tensor.numel()
                 yield name, tensor
 
+        before = piece.parameters()
         try:
             piece.make_raw()
             loaded = parameters.model.load(tensors())
@@ -119,9 +120,12 @@ class ParameterLoader:
                 )
             for name, parameter in piece.named():
                 _put(parameter.data, views[name], gate)
+        except BaseException:
+            # The memory may not be written any more, say. Next time a peer may fill it.
+            piece.put_back(before)
+            raise
         finally:
-            # Also where the memory may not be written any more: a peer may fill it next time.
-            if piece.seats() == seats:
+            if piece.seats().names == seats.names:
                 piece.sit(views)
 
     def _bytes_of(self, layer: int | None) -> torch.Tensor:

@@ -73,6 +73,20 @@ class Piece:
                 fresh = torch.empty(raw.shape, dtype=raw.dtype)
                 raw.parameter.data = fresh if raw.first is None else fresh.copy_(raw.first)
 
+    def parameters(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """As they are now, for ``put_back``."""
+        return [
+            (owner, name, parameter)
+            for _, owner in self._modules
+            for name, parameter in owner.named_parameters(recurse=False)
+        ]
+
+    @staticmethod
+    def put_back(parameters: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        """They are the modules' again, whatever has taken their places."""
+        for owner, name, parameter in parameters:
+            owner.register_parameter(name, parameter)
+
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Its parameters as they are now, tied ones once."""
         seen: set[int] = set()

@@ -119,7 +119,9 @@ class Model:
         self._builder = builder(spec, self._names, config, _CPU)
         empty = module.make_empty_intermediate_tensors(1, config.model_config.dtype, _CPU)
         self.hop_names = tuple(empty.tensors)
-        if {tensor.ndim for tensor in empty.tensors.values()} != {2}:
+        shapes = {(tuple(one.shape), one.dtype) for one in empty.tensors.values()}
+        wanted = (1, config.model_config.get_hidden_size()), config.model_config.dtype
+        if shapes != {wanted}:
             raise UnsupportedModel(f"{self.name} passes more than rows from layer to layer")
 
     @property

@@ -40,6 +40,11 @@ class Seats:
             end += -(-found[-1].num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return cls(tuple(found), end)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters, in order."""
+        return tuple(seat.name for seat in self.seats)
+
     def views(self, piece: torch.Tensor) -> dict[str, torch.Tensor]:
         """Tensors over the bytes of the piece, [num_bytes or more] uint8, by name; no copies."""
         return {

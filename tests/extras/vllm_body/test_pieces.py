@@ -93,3 +93,19 @@ def test_what_is_forgotten_has_no_memory(which: str) -> None:
     piece.make_raw()
     piece.forget()
     assert {tensor.numel() for _, tensor in piece.named()} == {0}
+
+
+def test_a_load_that_was_called_off_leaves_the_seats() -> None:
+    model = Tied()
+    first, _ = pieces_of(model, model.layers)[0]
+    first.make_raw()
+    model.layers[0].up.weight = nn.Parameter(torch.ones(5, 12))  # as it is computed with
+    seats = first.seats()
+    views = seats.views(torch.zeros(seats.num_bytes, dtype=torch.uint8))
+    first.sit(views)
+    before = first.parameters()
+    first.make_raw()
+    first.put_back(before)
+    first.sit(views)
+    assert model.layers[0].up.weight.data_ptr() == views["up.weight"].data_ptr()
+    assert first.seats() == seats
