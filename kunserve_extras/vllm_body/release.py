@@ -181,6 +181,10 @@ class Model:
         """These have been loaded: their weights get the form in which they are computed with."""
         with set_current_vllm_config(self._config), torch.no_grad():
             for module in modules:
+                for part in module.modules():
+                    method = getattr(part, "quant_method", None)
+                    if getattr(method, "moe_kernel", None) is not None:
+                        method.moe_kernel = None  # else what files give counts as arranged
                 process_weights_after_loading(module, self._config.model_config, _CPU)
 
     @contextlib.contextmanager
