@@ -153,8 +153,11 @@ def find_step_cost(
         instance.tensor_parallel_size,
     )
     path = None if scheduler.profile is None else Path(scheduler.profile)
+    kind = "a GPU (`kunserve profile --device cuda` makes one)"
+    if instance.engine != "own":
+        kind = f"--engine {instance.engine}"
+    cost, origin = None, f"no --profile of {kind}"
     # The usual place has profiles of our engine on CPUs.
-    cost, origin = None, "no --profile of a GPU (`kunserve profile --device cuda` makes one)"
     if path is not None or (instance.device, instance.engine) == ("cpu", "own"):
         cost, origin = find_cost(subject, path)
     if cost is not None:
