@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import Report
-from benchmarks.serving.peers import CASES, Server, one, ours, running, say, vllm
+from benchmarks.serving.peer_servers import ROOT, Server, ours, running, say, vllm
+from benchmarks.serving.peers import CASES, one
 from kunserve_lab.bench.server_process import free_ports
 
 OURS_BY_VLLM, OURS, VLLM = "kunserve --engine vllm", "kunserve", "vllm serve"
-ROOT = Path(__file__).parents[2]
 
 
 def body(root: Path, threads: int, dtype: str) -> Server:

@@ -183,7 +183,7 @@ class Model:
             for module in modules:
                 for part in module.modules():
                     method = getattr(part, "quant_method", None)
-                    if getattr(method, "moe_kernel", None) is not None:
+                    if method is not None and hasattr(method, "moe_kernel"):
                         method.moe_kernel = None  # else what files give counts as arranged
                 process_weights_after_loading(module, self._config.model_config, _CPU)
 
