@@ -5,7 +5,6 @@ this process is. One step at a time in a process, because its context is a globa
 """
 
 import contextlib
-import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
@@ -37,7 +36,6 @@ from kunserve.core.layout import LayerRange
 from kunserve_extras.vllm_body.matrices import HeadProduct, is_known, put_in_panels
 from kunserve_extras.vllm_body.step_arrays import StepArrays
 
-logging.getLogger("vllm").setLevel(logging.WARNING)
 _CPU = torch.device("cpu")
 Hop = tuple[torch.Tensor, ...]
 """What a stage gives to the next one: [tokens, hidden] each."""
@@ -94,6 +92,7 @@ def open_model(folder: Path, dtype: str, block_size: int) -> "Model":
         ).create_engine_config()
         # Else experts are taken in turn from the model's first layer on, whatever a stage computes.
         config.compilation_config.fast_moe_cold_start = False
+        config.kernel_config.ir_op_priority.set_default()
         with set_current_vllm_config(config):
             ends = _world()
             ends.is_first_rank = ends.is_last_rank = True
