@@ -81,10 +81,12 @@ class LendingWorld(TimedWorld):
         self._lending = lending
         self._lent = lent
         self._prompt_tokens: dict[RequestId, int] = {}
-        self._owed_s: dict[InstanceId, float] = {}
-        """What others' chunks add to an instance's next step."""
-        self._chunks: dict[InstanceId, tuple[Chunk, ...]] = {}
+        self._lends_until_s: dict[InstanceId, float] = {}
+        """When an instance has done what it does for others: behind its step, or at once."""
+        self._ends_s: dict[InstanceId, float] = {}
         """Of each one's last step."""
+        self._chunks: dict[InstanceId, tuple[Chunk, ...]] = {}
+        """What they compute."""
         super().__init__(*args)
 
     def submit(self, request: Request) -> None:
@@ -98,11 +100,12 @@ class LendingWorld(TimedWorld):
         me = instance.instance_id
         chunks = work.step.plan.chunks
         self._chunks[me] = chunks
-        seconds = instance.body.work_s(work.step, 1.0) - self._given_away_s(me, chunks)
-        seconds += self._owed_s.pop(me, 0.0)
-        self._num_computing += 1
         now_s = self.now_s
-        self.heap.at(now_s + blocked_s + seconds, self._computed, instance, work, now_s + blocked_s)
+        seconds = instance.body.work_s(work.step, 1.0) - self._given_away_s(me, chunks)
+        seconds += max(0.0, self._lends_until_s.get(me, 0.0) - now_s)
+        self._num_computing += 1
+        self._ends_s[me] = end_s = now_s + blocked_s + seconds
+        self.heap.at(end_s, self._computed, instance, work, now_s + blocked_s)
 
     def _given_away_s(self, me: InstanceId, chunks: tuple[Chunk, ...]) -> float:
         """What this step need not do. Others owe it from now on."""
@@ -124,7 +127,8 @@ class LendingWorld(TimedWorld):
         for one in helpers:
             self._lent.seconds += part_s
             if not lending.is_free:
-                self._owed_s[one] = self._owed_s.get(one, 0.0) + part_s
+                begins_s = max(self.now_s, self._ends_s.get(one, 0.0))
+                self._lends_until_s[one] = begins_s + part_s
         return part_s * len(helpers) - (0.0 if lending.is_free else hop_s)
 
     def _is_long(self, chunk: Chunk) -> bool:
@@ -134,11 +138,11 @@ class LendingWorld(TimedWorld):
     def _helpers(self, me: InstanceId) -> list[InstanceId]:
         """Who has room: those that rest, then those whose steps have fewest decodes and no prompt.
 
-        Nobody who owes already.
+        Nobody who lends already.
         """
         found = []
         for one, member in self.members.items():
-            if one == me or one in self._owed_s:
+            if one == me or self._lends_until_s.get(one, 0.0) > self.now_s:
                 continue
             chunks = self._chunks.get(one, ()) if member.is_busy else ()
             if all(c.start >= self._prompt_tokens[c.request_id] for c in chunks):
