@@ -83,7 +83,7 @@ GUESSED = {
     "recompute, unpriced 0.45": Guessed("recompute", TEXTS["0.45"], is_priced=False),
     "recompute, unpriced measured": Guessed("recompute", MEASURED, is_priced=False),
 }
-VARIANTS = ("drop", "recompute", "endless", *GUESSED)
+VARIANTS = ("recompute", "drop", "endless", *GUESSED)
 
 
 class ReadOnce(RooflineTimes):
