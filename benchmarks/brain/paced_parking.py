@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.brain.study import run_study
-from benchmarks.paper.points import HEAVY_27, LONGBENCH_48, Named, figures_of_run
+from benchmarks.paper.points import LONGBENCH_48, Named, Point, figures_of_run
 from kunserve.control.group.parking import BEFORE_ALL, Parking, Return
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.control.instance.work import Work
@@ -27,7 +27,10 @@ from kunserve_lab.sim.by_time import TimedWorld
 from kunserve_lab.sim.instance import SimInstance
 
 BENCHMARK = "paced_parking"
-POINTS = (LONGBENCH_48, HEAVY_27)
+POINTS = (
+    LONGBENCH_48,
+    Point("heavy weights 0.27, long", "heavy_weights_14b", 0.27, 32_768),
+)
 SEEDS = (5, 6)
 TOKENS_PER_S = 4.0
 
@@ -44,7 +47,7 @@ class Pacing:
 
 PACINGS = {
     "paced 5 s": Pacing(5.0),
-    "paced 10 s": Pacing(10.0),
+    "paced 5 s, closed": Pacing(5.0, is_open=False),
     "paced 10 s, closed": Pacing(10.0, is_open=False),
 }
 VARIANTS = ("endless", "drop", "drop-park", *PACINGS)

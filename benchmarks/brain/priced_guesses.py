@@ -57,6 +57,7 @@ MEASURED = (Text(0.26, 0.84), Text(0.76, 0.60), Text(1.0, 0.82), Text(0.93, 0.86
 """SmolLM2's chats, summaries, extractions, edits and noise (docs/decisions/speculative.md at
 71e062a4). Shares of steps are reckoned from the speed of one stream."""
 TEXTS = {
+    "weak": (Text(0.3, 0.3),),
     "0.3": (Text(1.0, 0.3),),
     "0.45": (Text(1.0, 0.45),),
     "0.6": (Text(1.0, 0.6),),
@@ -149,8 +150,8 @@ class Candidate(NamedTuple):
 
     value: float
     """Tokens that it gives, probably, weighed."""
-    index: int
-    """Of its request."""
+    decode: int
+    """Whose, by its place in the step."""
 
 
 class PricedGuessing:
@@ -178,7 +179,7 @@ class PricedGuessing:
         ranked.sort(key=lambda one: -one.value)
         counts = [0] * len(decodes)
         for one in ranked[: self._num_chosen(ranked, sum(weights), chosen, decodes)]:
-            counts[one.index] += 1
+            counts[one.decode] += 1
         return {
             seq.request_id: guesses[:count]
             for seq, guesses, count in zip(decodes, found, counts, strict=True)
