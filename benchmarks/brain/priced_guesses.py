@@ -10,8 +10,8 @@ policy, steps with prompts and with many decodes have guesses too.
 How many: the most tokens per time of the decodes (a step's prompts are left out of the time: while
 memory is short each token of an answer brings its share of prompts). Priced, a token counts
 ``1 + price * KV / mean KV``, and the price is the number of waiting requests per running one.
-A request's KV is read once however many of its rows a step has, guesses cost no lookup, and step
-times are known exactly: a bound.
+A request's KV is read once however many of its rows a step has (but in `by row`), guesses cost no
+lookup, and step times are known exactly: a bound.
 """
 
 import random
@@ -33,8 +33,9 @@ from kunserve_lab.compare.simulated.scenario import Scenario
 from kunserve_lab.compare.simulated.simulation import simulate
 from kunserve_lab.compare.systems import find_system
 from kunserve_lab.sim.by_time import TimedWorld
-from kunserve_lab.sim.devices import find_device
+from kunserve_lab.sim.devices import Device, find_device
 from kunserve_lab.sim.instance import SimInstance
+from kunserve_lab.sim.models import SimModel
 from kunserve_lab.sim.profile import RooflineTimes
 
 BENCHMARK = "priced_guesses"
@@ -74,6 +75,8 @@ class Guessed:
     system: str
     texts: tuple[Text, ...]
     is_priced: bool = True
+    reads_once: bool = True
+    """False: each row reads the request's KV, as today's kernels have it."""
 
 
 GUESSED = {
@@ -82,21 +85,27 @@ GUESSED = {
     for system in ("recompute", "drop")
 } | {
     "recompute, unpriced 0.45": Guessed("recompute", TEXTS["0.45"], is_priced=False),
-    "recompute, unpriced measured": Guessed("recompute", MEASURED, is_priced=False),
+    "recompute, by row 0.3": Guessed("recompute", TEXTS["0.3"], reads_once=False),
+    "recompute, by row 0.6": Guessed("recompute", TEXTS["0.6"], reads_once=False),
 }
 VARIANTS = ("recompute", "drop", "endless", *GUESSED)
 
 
-class ReadOnce(RooflineTimes):
-    """Steps in which the rows of one decode read its KV once."""
+class RowTimes(RooflineTimes):
+    """Steps in which a decode has rows for its guesses. They read its KV once, or once for each."""
+
+    def __init__(self, model: SimModel, device: Device, num_gpus: int, *, reads_once: bool) -> None:
+        super().__init__(model, device, num_gpus)
+        self._reads_once = reads_once
 
     def stage_s(self, chunks: Sequence[Chunk], num_layers: int, is_last: bool) -> float:
         """A decode of its last position, and rows that only weights see."""
         plain = []
-        num_rows = 0
+        num_rows = context = 0
         for request_id, start, count, samples in chunks:
             if samples > 1:
                 num_rows += count - 1
+                context += (count - 1) * (start + count)
                 plain.append(Chunk(request_id, start + count - 1, 1, samples))
             else:
                 plain.append(Chunk(request_id, start, count, samples))
@@ -104,20 +113,23 @@ class ReadOnce(RooflineTimes):
         if not num_rows:
             return seconds
         num_tokens = sum(chunk.num_tokens for chunk in plain)
-        return seconds + num_layers * self._rows_s(num_tokens, num_rows)
+        return seconds + num_layers * self._rows_s(num_tokens, num_rows, context)
 
-    def _rows_s(self, num_tokens: int, num_rows: int) -> float:
+    def _rows_s(self, num_tokens: int, num_rows: int, context: float) -> float:
+        """In a layer; ``context``: of all these rows together."""
         model = self._model
         seconds = self.matmul_s(num_tokens + num_rows) - self.matmul_s(num_tokens)
         seconds += model.activation_width * model.dtype_bytes * num_rows / self._weight_rate
+        if not self._reads_once:
+            seconds += context * model.kv_token_bytes / self._kv_rate
         if self._num_gpus > 1:
             seconds += 2.0 * (self._reduce_s(num_tokens + num_rows) - self._reduce_s(num_tokens))
         return seconds
 
-    def more_s(self, num_tokens: int, num_sampled: int, num_rows: int) -> float:
+    def more_s(self, num_tokens: int, num_sampled: int, num_rows: int, context: float) -> float:
         """What so many rows add to a step of a whole model."""
         head_s = self._head_s(num_sampled + num_rows) - self._head_s(num_sampled)
-        return self._model.num_layers * self._rows_s(num_tokens, num_rows) + head_s
+        return self._model.num_layers * self._rows_s(num_tokens, num_rows, context) + head_s
 
 
 @dataclass(slots=True)
@@ -210,9 +222,11 @@ class PricedGuessing:
         plain = [Chunk(s.request_id, s.num_computed, 1, 1) for s in decodes]
         plain_s = times.stage_s(plain, self._world.profile.model.num_layers, True)
         best, num_best = weight / plain_s, 0
+        context = 0
         for number, one in enumerate(ranked, 1):
             weight += one.value
-            per_s = weight / (plain_s + times.more_s(num_tokens, len(decodes), number))
+            context += decodes[one.decode].num_computed
+            per_s = weight / (plain_s + times.more_s(num_tokens, len(decodes), number, context))
             if per_s > best:
                 best, num_best = per_s, number
         return num_best
@@ -229,7 +243,7 @@ class Checked:
 class GuessingWorld(TimedWorld):
     """Every scheduler guesses."""
 
-    def __init__(self, *args: Any, guessed: Guessed, times: ReadOnce, checked: Checked) -> None:
+    def __init__(self, *args: Any, guessed: Guessed, times: RowTimes, checked: Checked) -> None:
         self._guessed = guessed
         self._checked = checked
         self.times = times
@@ -274,7 +288,8 @@ def run(variant: str, scenario: Scenario) -> Iterator[Named]:
         yield from figures_of_run(simulate(find_system(variant), scenario), scenario)
         return
     profile = scenario.profile
-    times = ReadOnce(profile.model, find_device("a800"), profile.num_gpus)
+    device, once = find_device("a800"), guessed.reads_once
+    times = RowTimes(profile.model, device, profile.num_gpus, reads_once=once)
     scenario = replace(scenario, profile=replace(profile, times=times))
     checked = Checked()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.brain.long_prompts import run as run_lent
-from benchmarks.brain.priced_guesses import Lookup, ReadOnce, Text
+from benchmarks.brain.priced_guesses import Lookup, RowTimes, Text
 from benchmarks.brain.priced_guesses import run as run_guessed
 from benchmarks.brain.study import table
 from benchmarks.paper.points import KeptRun, Point, RunKey
@@ -53,15 +53,18 @@ def test_short_prompts_stay_at_home() -> None:
 
 
 def test_rows_of_a_decode_read_its_kv_once() -> None:
-    times = ReadOnce(find_model("Qwen/Qwen2.5-14B"), find_device("a800"), 1)
+    model, device = find_model("Qwen/Qwen2.5-14B"), find_device("a800")
+    times = RowTimes(model, device, 1, reads_once=True)
     one = RequestId("a")
     decode_s = times.stage_s([Chunk(one, 8000, 1, 1)] * 16, 48, True)
     checked_s = times.stage_s([Chunk(one, 8000, 4, 4)] * 16, 48, True)
     apart_s = times.stage_s([Chunk(one, 8000, 1, 1)] * 64, 48, True)
     assert decode_s < checked_s < 1.1 * decode_s < apart_s / 2
     expected_s = times.stage_s([Chunk(one, 8003, 1, 4)] * 16, 48, True)
-    more_s = times.more_s(16, 64, 48) - times.more_s(16, 64, 0)
+    more_s = times.more_s(16, 64, 48, 0.0) - times.more_s(16, 64, 0, 0.0)
     assert checked_s == pytest.approx(expected_s + more_s, rel=0.01)
+    each = RowTimes(model, device, 1, reads_once=False)
+    assert each.stage_s([Chunk(one, 8000, 4, 4)] * 16, 48, True) > 0.9 * apart_s
 
 
 def test_a_lookup_learns_how_often_it_is_right() -> None:
