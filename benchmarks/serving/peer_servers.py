@@ -12,7 +12,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def openvino(root: Path, threads: int) -> Server:
 
 def installed(root: Path, threads: int) -> tuple[list[Server], list[str]]:
     """The peers that the folder has, and the names of those that it lacks."""
-    known = {
+    known: dict[str, tuple[str, Callable[[], Server]]] = {
         "vllm": ("vllm/bin/python", lambda: vllm(root, threads)),
         "vllm-zen": ("vllm-zen/bin/python", lambda: vllm(root, threads, name="vllm-zen")),
         "openvino": ("smollm2-135m-openvino", lambda: openvino(root, threads)),

@@ -82,7 +82,8 @@ def test_steps_wait_for_copies_that_nothing_hides() -> None:
     waiting = replace(find_system("swap"), hides_host_copies=False)
     result = simulate(waiting, world, watcher=watcher)
     assert watcher.copied > 0 and result.metrics.num_completed == 60
-    assert watcher.steps_s <= 1.01 * watcher.compute_s, "a step itself takes no longer"
+    block_s = slow.spec.num_layers * slow.spec.unit_bytes / 1e8
+    assert watcher.steps_s >= 0.999 * (watcher.compute_s + watcher.copied * block_s)
     assert result.metrics.duration_s > hidden.metrics.duration_s
 
 
