@@ -91,6 +91,9 @@ class FakeBody(ViewedMemory):
     """Implements ``control.instance.body.Body`` and ``Memory``, and what a mover needs."""
 
     computes_aside = False
+    maps_when_idle = True
+    is_preparing = False
+    tidied_s = 0.0
 
     def __init__(
         self,

@@ -199,6 +199,16 @@ class InstanceAgent:
         return self._forming.is_forming or self.change.change_id is not None
 
     @property
+    def is_preparing(self) -> bool:
+        """Whether ``prepare`` has something to do, so that the driver should not sleep."""
+        return self.change.is_preparing
+
+    def prepare(self, now_s: float) -> None:
+        """Have memory do a piece of what a change prepares, between two steps or beside one."""
+        self._changes.prepare()
+        self._advance(now_s)
+
+    @property
     def change(self) -> Change:
         """What is under way here beside steps, if anything."""
         return self._changes.change
@@ -222,6 +232,7 @@ class InstanceAgent:
         num_bytes = self.state.mover.num_bytes_taken
         if self._arrivals.are_told(self.is_in_transition, num_bytes, now_s):
             self.state.send(None, TransferProgress(self.state.me, num_bytes))
+        self.state.tell_tidied()
         self._send_report(now_s)
 
     def _send_report(self, now_s: float) -> None:

@@ -33,8 +33,8 @@ from kunserve.transport.bulk.movable_memory import (
 
 logger = logging.getLogger(__name__)
 
-_UNMAPPED_AT_ONCE = 16
-"""Granules that ``tidy`` unmaps in one call."""
+_AT_ONCE = 16
+"""Granules that one call maps (``prepare``) or unmaps (``tidy``): steps wait for it."""
 
 
 class RemapFailed(SystemExit):
@@ -63,7 +63,7 @@ class InstanceMemory:
 
     Host memory is moved, in one call. Device memory is first mapped a second time, while its old
     addresses are in use (``prepare``). The change itself is then one of books, and the old
-    addresses are unmapped later (``tidy``).
+    addresses are unmapped later (``tidy``). Both go a few granules at a time.
     """
 
     def __init__(
@@ -110,8 +110,11 @@ class InstanceMemory:
         self.weights_file = weights_file
         """None: the instance has weights of its own, and may drop them."""
         self.held = LayerRange(0, model.num_layers)
-        self._prepared: LayerRange | None = None
-        """Layers to be held next, whose granules are linked already."""
+        self._wanted: LayerRange | None = None
+        """Layers to be held next, whose granules are linked but for ``_to_link``."""
+        self._to_link: list[_Move] = []
+        """The next one last."""
+        self._prepare_s = self._tidy_s = 0.0
         self._has_warned = False
         try:
             self.weights, self.kv = self._map_all(own_weights, kv_granules)
@@ -165,23 +168,36 @@ class InstanceMemory:
         return first >= 0 and last < self.backed_units
 
     def prepare(self, layers: LayerRange) -> str | None:
-        """Do what may fail of a change to ``layers``, more or fewer; or say why it cannot be.
+        """Do a piece of what may fail of a change to ``layers``, more or fewer; or say why not.
 
-        What is held stays in use. Another call takes the place of this one, so preparing for
+        What is held stays in use. Another change takes the place of this one, so preparing for
         what is held calls it off.
         """
-        if self._prepared == layers:
-            return None
-        self._prepared = None
-        if self.arena.pages.moves or layers == self.held:
-            return None
+        if self._wanted != layers:
+            self._forget_wanted()
+            if self.arena.pages.moves or layers == self.held:
+                return None
+            self._wanted, self._prepare_s = layers, 0.0
+            self._to_link = [*reversed(_in_pieces(self._moves_to(layers)))]
+        began_s = time.perf_counter()
         try:
-            for move in self._moves_to(layers):
-                self.arena.link(*move)
+            if self._to_link:
+                self.arena.link(*self._to_link[-1])
+                self._to_link.pop()
         except OSError as error:
+            self._forget_wanted()
             return f"cannot map memory a second time: {error.strerror}"
-        self._prepared = layers
+        self._prepare_s += time.perf_counter() - began_s
         return None
+
+    @property
+    def is_preparing(self) -> bool:
+        """See ``control.instance.body.Memory``."""
+        return bool(self._to_link)
+
+    def _forget_wanted(self) -> None:
+        self._wanted = None
+        self._to_link.clear()
 
     def drop(self, keep: LayerRange) -> Remap:
         """Turn every granule that holds only layers outside ``keep`` into the KV tail.
@@ -213,14 +229,21 @@ class InstanceMemory:
 
     def tidy(self) -> None:
         """Unmap some addresses that were left. Call it often, between steps."""
-        if self._prepared is not None or not self.arena.num_aliases:
+        if self._wanted is not None or not self.arena.num_aliases:
             return
+        began_s = time.perf_counter()
         try:
-            self.arena.unlink_some(_UNMAPPED_AT_ONCE)
+            self.arena.unlink_some(_AT_ONCE)
         except OSError as error:
             if not self._has_warned:
                 logger.warning("cannot unmap old addresses, will try again: %s", error.strerror)
             self._has_warned = True
+        self._tidy_s += time.perf_counter() - began_s
+
+    @property
+    def tidied_s(self) -> float | None:
+        """See ``control.instance.body.Memory``."""
+        return None if self.arena.num_aliases else self._tidy_s
 
     def unit_view(self, unit: int, num_units: int) -> npt.NDArray[np.uint8]:
         """Bytes of consecutive backed units, [num_units * unit_bytes] uint8, no copy."""
@@ -410,12 +433,15 @@ class InstanceMemory:
                 self._move(move)
         else:
             refusal = self.prepare(layers)
+            while refusal is None and self.is_preparing:
+                refusal = self.prepare(layers)
             if refusal is not None:
                 logger.critical("remap failed, the instance ends: %s", refusal)
                 raise RemapFailed
             for source, slot, _, _, num in moves:
                 self.arena.switch(source, slot, num)
-        self._prepared = None
+        self._forget_wanted()
+        self._tidy_s = 0.0
         self.held = layers
         return self._remapped(self.kv.num_mapped - before, started)
 
@@ -436,12 +462,23 @@ class InstanceMemory:
 
     def _remapped(self, granules: int, started: float) -> Remap:
         moved_bytes = granules * self.arena.granule_bytes
-        remap = Remap(self.kv_units, moved_bytes, time.perf_counter() - started)
+        seconds, prepare_s = time.perf_counter() - started, self._prepare_s
+        self._prepare_s = 0.0
         logger.info(
-            "remap held=[%d,%d) moved_bytes=%d kv_units=%d seconds=%.6f",
+            "remap held=[%d,%d) moved_bytes=%d kv_units=%d seconds=%.6f prepare_s=%.6f",
             *self.held,
             moved_bytes,
-            remap.kv_units,
-            remap.seconds,
+            self.kv_units,
+            seconds,
+            prepare_s,
         )
-        return remap
+        return Remap(self.kv_units, moved_bytes, seconds, prepare_s)
+
+
+def _in_pieces(moves: list[_Move]) -> list[_Move]:
+    """The same, none of more than ``_AT_ONCE`` granules."""
+    return [
+        _Move(source, slot + done, target, target_slot + done, min(_AT_ONCE, num - done))
+        for source, slot, target, target_slot, num in moves
+        for done in range(0, num, _AT_ONCE)
+    ]
