@@ -19,7 +19,7 @@ from kunserve.core.request import SamplingParams
 from kunserve.core.tokens import TokenIds
 from kunserve.engine.body import EngineBody
 from kunserve.engine.torch.cuda.backend import CudaBackend
-from tests.direct_engine import GREEDY, DirectEngine
+from tests.direct_engine import GREEDY, DirectEngine, prepare_all
 from tests.fakecuda.library import FakeCuda, build
 from tests.strict_device import DEVICE, Mixed, StrictDevice, lies_on_device
 from tests.tape import TapeRecorder
@@ -75,7 +75,7 @@ def tokens(folder: Path, device: torch.device, is_eager: bool) -> list[list[list
         found.append(DirectEngine([(pair[0], WHOLE)]).generate(prompts, 8, 32, SAMPLING))
         stages = (LayerRange(0, 2), LayerRange(2, 4))
         for body, keep in zip(pair, stages, strict=True):
-            assert body.memory.prepare(keep) is None
+            assert prepare_all(body.memory, keep) is None
             body.memory.drop(keep)
         halves = DirectEngine(list(zip(pair, stages, strict=True)))
         found.append(halves.generate(prompts, 8, 32, SAMPLING))
