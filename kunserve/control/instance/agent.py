@@ -224,10 +224,7 @@ class InstanceAgent:
         return Rejoin(ready, state.held, state.table.num_units, layout, state.totals.so_far())
 
     def report(self, now_s: float) -> None:
-        """Queue a load report (leaders only). Called about ten times a second on everybody.
-
-        Between two calls a leader reports by itself the moment memory gets short.
-        """
+        """Queue a load report (leaders only): ten times a second, and when memory gets short."""
         self._advance(now_s)
         num_bytes = self.state.mover.num_bytes_taken
         if self._arrivals.are_told(self.is_in_transition, num_bytes, now_s):

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ from kunserve.engine.memory.arena import Arena, VirtualRange
 from kunserve.engine.memory.huge_pages import arrange
 from kunserve.engine.memory.memory_plan import MemoryPlan, mib, padding_granules
 from kunserve.engine.memory.pages import HostPages, OpenPages, Spans, pair_up
+from kunserve.engine.memory.second_places import Move, SecondPlaces
 from kunserve.engine.memory.weights_file import WeightsFile
 from kunserve.engine.weights.layout import WeightLayout
 from kunserve.model.spec import ModelSpec
@@ -33,9 +33,6 @@ from kunserve.transport.bulk.movable_memory import (
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 16
-"""Granules that one call maps (``prepare``) or unmaps (``tidy``): steps wait for it."""
-
 
 class RemapFailed(SystemExit):
     """A remap stopped half-way, so the instance must end.
@@ -46,16 +43,6 @@ class RemapFailed(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(EXIT_REMAP_FAILED)
-
-
-class _Move(NamedTuple):
-    """Consecutive granules that change their range."""
-
-    source: VirtualRange
-    slot: int
-    target: VirtualRange
-    target_slot: int
-    num: int
 
 
 class InstanceMemory:
@@ -110,12 +97,7 @@ class InstanceMemory:
         self.weights_file = weights_file
         """None: the instance has weights of its own, and may drop them."""
         self.held = LayerRange(0, model.num_layers)
-        self._wanted: LayerRange | None = None
-        """Layers to be held next, whose granules are linked but for ``_to_link``."""
-        self._to_link: list[_Move] = []
-        """The next one last."""
-        self._prepare_s = self._tidy_s = 0.0
-        self._has_warned = False
+        self._second_places = SecondPlaces(self.arena)
         try:
             self.weights, self.kv = self._map_all(own_weights, kv_granules)
         except OSError as error:
@@ -173,31 +155,22 @@ class InstanceMemory:
         What is held stays in use. Another change takes the place of this one, so preparing for
         what is held calls it off.
         """
-        if self._wanted != layers:
-            self._forget_wanted()
+        if self._second_places.wanted != layers:
+            self._second_places.forget()
             if self.arena.pages.moves or layers == self.held:
                 return None
-            self._wanted, self._prepare_s = layers, 0.0
-            self._to_link = [*reversed(_in_pieces(self._moves_to(layers)))]
-        began_s = time.perf_counter()
-        try:
-            if self._to_link:
-                self.arena.link(*self._to_link[-1])
-                self._to_link.pop()
-        except OSError as error:
-            self._forget_wanted()
-            return f"cannot map memory a second time: {error.strerror}"
-        self._prepare_s += time.perf_counter() - began_s
-        return None
+            self._second_places.want(layers, self._moves_to(layers))
+        return self._second_places.prepare()
 
     @property
     def is_preparing(self) -> bool:
         """See ``control.instance.body.Memory``."""
-        return bool(self._to_link)
+        return self._second_places.is_preparing
 
-    def _forget_wanted(self) -> None:
-        self._wanted = None
-        self._to_link.clear()
+    @property
+    def tidied_s(self) -> float | None:
+        """See ``control.instance.body.Memory``."""
+        return self._second_places.tidied_s
 
     def drop(self, keep: LayerRange) -> Remap:
         """Turn every granule that holds only layers outside ``keep`` into the KV tail.
@@ -229,21 +202,7 @@ class InstanceMemory:
 
     def tidy(self) -> None:
         """Unmap some addresses that were left. Call it often, between steps."""
-        if self._wanted is not None or not self.arena.num_aliases:
-            return
-        began_s = time.perf_counter()
-        try:
-            self.arena.unlink_some(_AT_ONCE)
-        except OSError as error:
-            if not self._has_warned:
-                logger.warning("cannot unmap old addresses, will try again: %s", error.strerror)
-            self._has_warned = True
-        self._tidy_s += time.perf_counter() - began_s
-
-    @property
-    def tidied_s(self) -> float | None:
-        """See ``control.instance.body.Memory``."""
-        return None if self.arena.num_aliases else self._tidy_s
+        self._second_places.tidy()
 
     def unit_view(self, unit: int, num_units: int) -> npt.NDArray[np.uint8]:
         """Bytes of consecutive backed units, [num_units * unit_bytes] uint8, no copy."""
@@ -398,29 +357,29 @@ class InstanceMemory:
     def _tail_slot_bytes(self) -> int:
         return self._kv_granules * self.arena.granule_bytes
 
-    def _moves_to(self, layers: LayerRange) -> list[_Move]:
+    def _moves_to(self, layers: LayerRange) -> list[Move]:
         """The stretches of granules that a change to ``layers`` takes to the other range."""
         first, end = self.layout.granules_of(layers)
         old_first, old_end = self.layout.granules_of(self.held)
         moves, tail = [], self._tail_slot
         if self.held.covers(layers):
             for slot, num in ((old_first, first - old_first), (end, old_end - end)):
-                moves.append(_Move(self.weights, slot, self.kv, tail, num))
+                moves.append(Move(self.weights, slot, self.kv, tail, num))
                 tail += num
         else:
             # The reverse of a drop's order, so that runs of granules go back as they came.
             for slot, num in ((old_end, end - old_end), (first, old_first - first)):
                 tail -= num
-                moves.append(_Move(self.kv, tail, self.weights, slot, num))
+                moves.append(Move(self.kv, tail, self.weights, slot, num))
         return [piece for move in moves for piece in self._in_whole_pages(move)]
 
-    def _in_whole_pages(self, move: _Move) -> list[_Move]:
+    def _in_whole_pages(self, move: Move) -> list[Move]:
         """The same granules moved so that huge pages stay whole. No content of them is needed."""
         source, slot, target, target_slot, num = move
         granules = source.granules[slot : slot + num]
         per_page = self.arena.pages.granules_per_page
         return [
-            _Move(source, slot + piece.first, target, target_slot + piece.place, piece.num)
+            Move(source, slot + piece.first, target, target_slot + piece.place, piece.num)
             for piece in arrange(granules, target_slot, per_page)
         ]
 
@@ -440,12 +399,10 @@ class InstanceMemory:
                 raise RemapFailed
             for source, slot, _, _, num in moves:
                 self.arena.switch(source, slot, num)
-        self._forget_wanted()
-        self._tidy_s = 0.0
         self.held = layers
         return self._remapped(self.kv.num_mapped - before, started)
 
-    def _move(self, move: _Move) -> None:
+    def _move(self, move: Move) -> None:
         try:
             self.arena.move(*move)
         except OSError as error:
@@ -462,8 +419,7 @@ class InstanceMemory:
 
     def _remapped(self, granules: int, started: float) -> Remap:
         moved_bytes = granules * self.arena.granule_bytes
-        seconds, prepare_s = time.perf_counter() - started, self._prepare_s
-        self._prepare_s = 0.0
+        seconds, prepare_s = time.perf_counter() - started, self._second_places.changed()
         logger.info(
             "remap held=[%d,%d) moved_bytes=%d kv_units=%d seconds=%.6f prepare_s=%.6f",
             *self.held,
@@ -473,12 +429,3 @@ class InstanceMemory:
             prepare_s,
         )
         return Remap(self.kv_units, moved_bytes, seconds, prepare_s)
-
-
-def _in_pieces(moves: list[_Move]) -> list[_Move]:
-    """The same, none of more than ``_AT_ONCE`` granules."""
-    return [
-        _Move(source, slot + done, target, target_slot + done, min(_AT_ONCE, num - done))
-        for source, slot, target, target_slot, num in moves
-        for done in range(0, num, _AT_ONCE)
-    ]

@@ -12,7 +12,7 @@ from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.memory import instance_memory
+from kunserve.engine.memory import second_places
 from kunserve.engine.memory.instance_memory import InstanceMemory, RemapFailed
 from kunserve.engine.torch.cuda.driver import DeviceLost, Driver
 from kunserve.engine.torch.cuda.pages import DevicePages
@@ -242,7 +242,7 @@ def test_memory_is_prepared_and_left_some_granules_at_once(
     memory: DeviceMemory, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a step waits for is so much, and what it all took is known."""
-    monkeypatch.setattr(instance_memory, "_AT_ONCE", 4)
+    monkeypatch.setattr(second_places, "AT_ONCE", 4)
     assert memory.tidied_s == 0.0 and not memory.is_preparing
     pieces = 0
     while not pieces or memory.is_preparing:
