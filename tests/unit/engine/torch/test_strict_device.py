@@ -18,9 +18,12 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.tokens import TokenIds
 from kunserve.engine.body import EngineBody
+from kunserve.engine.memory.wrap import wrap
 from kunserve.engine.torch.cuda.backend import CudaBackend
+from kunserve.engine.torch.cuda.driver import Driver
 from tests.direct_engine import GREEDY, DirectEngine, prepare_all
 from tests.fakecuda.library import FakeCuda, build
+from tests.first_bytes import LaunchedOps
 from tests.strict_device import DEVICE, Mixed, StrictDevice, lies_on_device
 from tests.tape import TapeRecorder
 
@@ -95,6 +98,28 @@ def test_steps_of_a_device_mix_nothing(tmp_path: Path, is_eager: bool) -> None:
         found = tokens(folder, DEVICE, is_eager)
     assert found == expected and strict.num_checked > 1000
     assert found[0] == found[1] == found[2]
+
+
+def test_no_kernel_is_launched_with_a_pointer_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after drops, whatever layers are held: the launcher asks for first bytes."""
+    fake = FakeCuda(FAKE_GRANULARITY_BYTES, 64 * MIB)
+    folder = write_model(SPEC, tmp_path / "model")
+    launched = LaunchedOps(SPEC, fake)
+    monkeypatch.setattr(CudaBackend, "open_ops", lambda *_: launched)
+    expected = tokens(folder, torch.device("cpu"), is_eager=True)
+    assert expected[0] == expected[1] == expected[2] and launched.num_asked > 1000
+    below = wrap_below(fake)
+    with pytest.raises(AssertionError, match="rotate: pointer 0.*cannot be accessed"):
+        launched.rotate(below, torch.zeros(1, 2, 4))
+
+
+def wrap_below(fake: FakeCuda) -> torch.Tensor:
+    """A tensor that begins where nothing is mapped, as units below unit 0 would without a guard."""
+    driver = Driver(library=build())
+    address = driver.reserve(2 * FAKE_GRANULARITY_BYTES, FAKE_GRANULARITY_BYTES)
+    return wrap(address, 2 * FAKE_GRANULARITY_BYTES, torch.device("cpu"))[:8].view(1, 1, 8)
 
 
 def test_what_torch_on_a_device_refuses_is_refused() -> None:

@@ -285,3 +285,25 @@ def test_nothing_is_mapped_while_copies_run(memory: DeviceMemory, fake: FakeCuda
     stop.set()
     thread.join()
     assert fake.num_changes_beside_work == 0
+
+
+def test_graphs_that_are_alive_make_no_step_wait_longer_than_a_piece(
+    memory: DeviceMemory, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the costs that others saw: of each call, of each GiB, and of each graph."""
+    monkeypatch.setattr(second_places, "AT_ONCE", 4)
+    fake.slow_down(30_000, 5_000_000, num_graphs=648, ns_each=100)
+    call_ns = 30_000 + 648 * 100 + 8 * KIB * 5_000_000 // (1 << 30)
+    longest_ns = total_ns = 0
+    for layers in (MIDDLE, WHOLE):
+        while memory.prepare(layers) is None:
+            took_ns, before_ns = fake.spent_ns - total_ns, fake.spent_ns
+            longest_ns, total_ns = max(longest_ns, took_ns), before_ns
+            if not memory.is_preparing:
+                break
+        memory.drop(layers) if layers == MIDDLE else memory.reclaim(layers)
+        assert fake.spent_ns == total_ns, "the commit waits for the driver"
+        while memory.tidied_s is None:
+            memory.tidy()
+            longest_ns, total_ns = max(longest_ns, fake.spent_ns - total_ns), fake.spent_ns
+    assert call_ns < longest_ns < 6 * call_ns < total_ns
