@@ -105,7 +105,7 @@ def _by_graphs(machine: Machine, report: Report, name: str) -> None:
 
 def _layers_s(machine: Machine, decoder: TorchDecoder, num: int) -> float:
     """All layers of a step, asked for without waiting in between: the device never idles."""
-    graphs, rounds = decoder._graphs, 10
+    graphs, rounds = decoder._recorded[0][0], 10
     assert graphs is not None
     rows = graphs.rows_for(num)
     assert rows is not None

@@ -121,9 +121,11 @@ class TritonOps:
     ) -> None:
         """See ``Ops``."""
         assert q.stride(1) == q.shape[2], q.stride()
-        # A recorded step has sequences of one token only, and must not ask the host.
+        # A recorded step must not ask the host. Each kernel leaves the other's sequences alone.
         host = batch.host
-        lengths = np.ones(1) if host is None else np.diff(host.q_starts)
+        lengths = (
+            np.array([1, 2] if batch.is_mixed else [1]) if host is None else np.diff(host.q_starts)
+        )
         if (lengths > 1).any():
             self._attend_several(layer, q, kv, batch, out)
         if (lengths == 1).any():

@@ -25,7 +25,7 @@ from kunserve.engine.torch.cuda.pages import DevicePages
 from kunserve.engine.torch.cuda.recorder import TorchRecorder
 from kunserve.engine.torch.decoder import TorchDecoder
 from kunserve.engine.torch.experts import expert_bytes
-from kunserve.engine.torch.graphs import Recorder
+from kunserve.engine.torch.graphs import MIXED_ROWS, Recorder
 from kunserve.engine.torch.histories import HISTORY_BYTES
 from kunserve.engine.torch.ops.reference import ReferenceOps
 from kunserve.engine.torch.ops.table import Ops, sums_bytes
@@ -135,8 +135,8 @@ class CudaBackend(OneMemory):
         if self._attention == "flashinfer":
             logits += self._flashinfer().WORKSPACE_BYTES
         row = spec.hidden_size * spec.dtype_bytes + limits.num_positions // _LEAST_BLOCK_SIZE * 4
-        num_single = limits.most_single_tokens
-        steps = num_single * row + sums_bytes(spec, num_single)
+        num_single, num_mixed = limits.most_single_tokens, min(limits.num_tokens, MIXED_ROWS[-1])
+        steps = (num_single + num_mixed) * row + sums_bytes(spec, num_single)
         experts = expert_bytes(limits.num_tokens, spec)
         return limits.buffer_bytes(spec) + gate_up + logits + drawing + steps + experts
 

@@ -4,7 +4,9 @@ The CPU would do it without a word, so nothing else here could tell.
 """
 
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +19,17 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.tokens import TokenIds
+from kunserve.engine.attention import StepBatch
 from kunserve.engine.body import EngineBody
 from kunserve.engine.memory.wrap import wrap
 from kunserve.engine.torch.cuda.backend import CudaBackend
 from kunserve.engine.torch.cuda.driver import Driver
+from kunserve.engine.torch.decoder import TorchDecoder
+from kunserve.model.spec import ModelSpec
 from tests.direct_engine import GREEDY, DirectEngine, prepare_all
 from tests.fakecuda.library import FakeCuda, build
 from tests.first_bytes import LaunchedOps
+from tests.launches import Launches
 from tests.strict_device import DEVICE, Mixed, StrictDevice, lies_on_device
 from tests.tape import TapeRecorder
 
@@ -49,12 +55,14 @@ SAMPLING = (
 )
 
 
-def open_body(folder: Path, number: int, device: torch.device, is_eager: bool) -> EngineBody:
+def open_body(
+    folder: Path, number: int, device: torch.device, is_eager: bool, spec: ModelSpec = SPEC
+) -> EngineBody:
     return EngineBody(
         InstanceId(number),
         ModelConfig(model=str(folder), load_format="dummy", dtype="float32"),
         InstanceConfig(
-            memory_bytes=SPEC.weights_bytes * 2 + MIB,
+            memory_bytes=spec.weights_bytes * 2 + MIB,
             block_size=8,
             granule_bytes=FAKE_GRANULARITY_BYTES,
             enforce_eager=is_eager,
@@ -142,3 +150,43 @@ def test_what_torch_on_a_device_refuses_is_refused() -> None:
             assert not isinstance(one, torch.Tensor) or not lies_on_device(one)
         here.copy_(there)
         assert here.tolist() == [1.0, 1.0, 1.0] and float(here.sum() * 2) == 6.0
+
+
+def launches_of_a_mixed_step(
+    folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, is_eager: bool
+) -> tuple[list[list[int]], int]:
+    """Tokens of decodes with a chunk of a prompt beside them, and what a layer-run asks for."""
+    with closing(open_body(folder, 0, torch.device("cpu"), is_eager, spec)) as body:
+        decoder, counts = body._decoder, []
+        assert isinstance(decoder, TorchDecoder)
+        with monkeypatch.context() as patch:
+            launches, forward = Launches(patch), decoder.forward
+
+            def counted(batch: StepBatch, *given: Any) -> torch.Tensor:
+                before = launches.num
+                with launches:
+                    hidden = forward(batch, *given)
+                if 1 in np.diff(batch.q_starts) and batch.num_tokens > len(batch.rows):
+                    counts.append(launches.num - before)
+                return hidden
+
+            patch.setattr(decoder, "forward", counted)
+            prompts = [[5, 6, 7], [8] * 20, [9] * 15]
+            whole = LayerRange(0, spec.num_layers)
+            found = DirectEngine([(body, whole)]).generate(prompts, 4, 16)
+    assert len(counts) > 1 and len(set(counts)) <= 2, counts
+    return found, max(counts)
+
+
+def test_a_recorded_mixed_step_is_asked_for_in_a_few_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many layers as 14B has; the tokens are the same."""
+    FakeCuda(FAKE_GRANULARITY_BYTES, 64 * MIB)
+    spec = replace(SPEC, num_layers=48)
+    folder = write_model(spec, tmp_path / "model")
+    eager, before = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=True)
+    recorded, after = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=False)
+    print("launches of a mixed step:", before, after)
+    assert recorded == eager
+    assert before > 13 * 48 and after <= 12
