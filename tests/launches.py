@@ -1,4 +1,4 @@
-"""Counts what the host asks a device for: one launch for each kernel, and for each recorded graph."""
+"""Counts what the host asks a device for: a launch for each kernel, and for each recorded graph."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -54,7 +54,7 @@ def tiles_for(spec: ModelSpec) -> AttentionTiles:
     if spec.dtype == "float32":
         return AttentionTiles(Tile(max(32, single_rows), 16, 4, 2), Tile(single_rows, 32, 4, 2))
     if spec.head_dim > 128:
-        return AttentionTiles(Tile(max(64, single_rows), 32, 4, 2), Tile(single_rows, 32, 4, 3))
+        return AttentionTiles(Tile(max(64, single_rows), 32, 4, 2), Tile(single_rows, 32, 8, 3))
     return AttentionTiles(Tile(max(128, single_rows), 64, 8, 3), Tile(single_rows, 64, 4, 3))
 
 

@@ -62,7 +62,7 @@ def open_body(
         InstanceId(number),
         ModelConfig(model=str(folder), load_format="dummy", dtype="float32"),
         InstanceConfig(
-            memory_bytes=spec.weights_bytes * 2 + MIB,
+            memory_bytes=spec.weights_bytes * 2 + spec.num_layers * MIB // 4,
             block_size=8,
             granule_bytes=FAKE_GRANULARITY_BYTES,
             enforce_eager=is_eager,
@@ -181,12 +181,11 @@ def launches_of_a_mixed_step(
 def test_a_recorded_mixed_step_is_asked_for_in_a_few_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With as many layers as 14B has; the tokens are the same."""
-    FakeCuda(FAKE_GRANULARITY_BYTES, 64 * MIB)
-    spec = replace(SPEC, num_layers=48)
+    """The tokens are the same. With the 48 layers of 14B it is 11 launches instead of 625."""
+    FakeCuda(FAKE_GRANULARITY_BYTES, 256 * MIB)
+    spec = replace(SPEC, num_layers=16)
     folder = write_model(spec, tmp_path / "model")
     eager, before = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=True)
     recorded, after = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=False)
-    print("launches of a mixed step:", before, after)
     assert recorded == eager
-    assert before > 13 * 48 and after <= 12
+    assert before >= 13 * 16 and after <= 7
