@@ -1,6 +1,5 @@
 """Device memory and torch: a GPU, or a stand-in for its driver with torch on the CPU."""
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -90,7 +89,13 @@ class CudaBackend(OneMemory):
         self._recorder = recorder
         self._attention = "fused"
         """As settled."""
-        self.open_pages: OpenPages = functools.partial(DevicePages, self._driver)
+        self._left_bytes = self._driver.memory_bytes()[0]
+        """Of the device, without what is planned to be taken."""
+        self.open_pages: OpenPages = self._open_pages
+
+    def _open_pages(self, num_bytes: int, granule_bytes: int, beside_bytes: int) -> DevicePages:
+        self._left_bytes -= num_bytes + beside_bytes
+        return DevicePages(self._driver, num_bytes, granule_bytes, beside_bytes)
 
     def enter(self) -> None:
         """Let this thread use the device."""
@@ -189,7 +194,14 @@ class CudaBackend(OneMemory):
     def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
         """See ``Backend``."""
         sampler = TorchSampler(eos_ids, vocab_size, forms, self.device)
-        sampler.warm_up()
+        sampler.warm_up()  # the last that takes memory
+        taken_bytes = self._left_bytes - self._driver.memory_bytes()[0]
+        logger.info(
+            "libraries and recorded steps took %.2f GiB of the device, %.2f with its context were "
+            "assumed",
+            taken_bytes / (1 << 30),
+            _LIBRARIES_BYTES / (1 << 30),
+        )
         return sampler
 
     def synchronize(self, look_up: Callable[[], None] | None = None) -> None:

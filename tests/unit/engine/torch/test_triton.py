@@ -110,7 +110,7 @@ def test_machine_code_is_wide_and_uses_tensor_cores(tmp_path: Path) -> None:
             "float32",
             "LDG.E.128 R1",
             (1 << 18, 99, 4),
-            ["4 bytes spilled", "262144 bytes of shared"],
+            ["4 bytes spilled", "262144 bytes"],
         ),
     ],
 )
