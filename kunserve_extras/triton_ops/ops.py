@@ -9,12 +9,15 @@ import triton
 from kunserve.engine.torch.ops.table import PARTS, DeviceBatch
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
+from kunserve_extras.triton_ops.recorder import TorchRecorder
 from kunserve_extras.triton_ops.rows import (
     gate_mul_kernel,
     place_kernel,
     rms_norm_kernel,
     rotate_kernel,
 )
+
+__all__ = ["AttentionTiles", "Tile", "TorchRecorder", "TritonOps", "tiles_for"]
 
 _LEAST_ROWS = 16
 """Tensor cores multiply tiles of at least so many rows."""

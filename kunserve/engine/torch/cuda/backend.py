@@ -21,7 +21,6 @@ from kunserve.engine.sampling.sampler import Sampler
 from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.torch.cuda.driver import LIBRARY, Driver
 from kunserve.engine.torch.cuda.pages import DevicePages
-from kunserve.engine.torch.cuda.recorder import TorchRecorder
 from kunserve.engine.torch.decoder import TorchDecoder
 from kunserve.engine.torch.experts import expert_bytes
 from kunserve.engine.torch.graphs import MIXED_ROWS, Recorder
@@ -49,6 +48,11 @@ _DRAW_BYTES = 20
 bans."""
 _SORT_BYTES = 48
 """Of each logit of rows that are sorted: weights, their ids and running sums, and masks."""
+
+
+def _triton() -> Any:
+    """What computes and records on a device. Triton comes with torch for CUDA, and only with it."""
+    return find_extra("attention", "triton", "--device cuda")
 
 
 def _gib(num_bytes: int) -> str:
@@ -174,14 +178,16 @@ class CudaBackend(OneMemory):
                 spec.name,
             )
             return None
-        return TorchRecorder(self.device) if self.device.type == "cuda" else self._recorder
+        if self.device.type != "cuda":
+            return self._recorder
+        recorder: Recorder = _triton().TorchRecorder(self.device)
+        return recorder
 
     def open_ops(self, spec: ModelSpec, config: InstanceConfig) -> Ops:
         """Triton's kernels on a device; plain torch where it has none."""
         ops: Ops = ReferenceOps(spec)
         if self.device.type == "cuda":
-            # Triton comes with torch for CUDA, and is not there without it.
-            ops = find_extra("attention", "triton", "--device cuda").TritonOps(spec)
+            ops = _triton().TritonOps(spec)
         if config.attention == "flashinfer":
             ops = self._flashinfer().FlashInferOps(spec, ops, self.device)
         return ops

@@ -27,9 +27,9 @@ from kunserve.engine.torch.cuda.driver import Driver
 from kunserve.engine.torch.decoder import TorchDecoder
 from kunserve.model.spec import ModelSpec
 from tests.direct_engine import GREEDY, DirectEngine, prepare_all
+from tests.fakecuda.first_bytes import LaunchedOps
+from tests.fakecuda.launches import Launches
 from tests.fakecuda.library import FakeCuda, build
-from tests.first_bytes import LaunchedOps
-from tests.launches import Launches
 from tests.strict_device import DEVICE, Mixed, StrictDevice, lies_on_device
 from tests.tape import TapeRecorder
 
