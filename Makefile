@@ -11,6 +11,7 @@
 # make test-chart     the Helm chart, rendered and held against schemas
 # make test-kernels   the C kernels' tests, compiled with sanitizers, with AMX done in C, for AVX2
 #                and for any x86-64
+# make test-gpu-kernels   the machine code of every Triton kernel of six models, without a GPU
 # make test-processors   what a processor may answer otherwise, with torch held to AVX2 and AVX-512,
 #                and with each level of kernels that this processor can run
 # make test-aarch64   the kernels compiled for 64-bit ARM, run there by qemu
@@ -30,7 +31,7 @@ KERNEL_FILES := $(wildcard kunserve/engine/cpu/kernels/csrc/*) kunserve/engine/c
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-aarch64 test-changed test-clients test-hosts test-kernels test-openapi test-processors test-ray test-vllm test-chart package experiments report clean
+.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-aarch64 test-changed test-clients test-gpu-kernels test-hosts test-kernels test-openapi test-processors test-ray test-vllm test-chart package experiments report clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -117,6 +118,9 @@ chaos-sim: install
 	    $(addprefix tests/property/cluster/test_,chaos.py lasting_faults.py http_fronts.py)
 
 test: install check
+
+test-gpu-kernels: install
+	$(BIN)/python -m tests.unit.engine.sass
 
 # Of their own, because they take 160 MB and want an older `openai` than the tests do.
 CLIENTS := .venv-clients

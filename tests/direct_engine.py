@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kunserve.control.instance.body import StepWork
+from kunserve.control.instance.body import Memory, StepWork
 from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams, TokenLogprobs
@@ -33,6 +33,14 @@ def arenas_mapped() -> set[str]:
     """This process's mappings of any arena, as the kernel lists them."""
     with open("/proc/self/maps", encoding="utf-8") as lines:
         return {line for line in lines if "kunserve-arena" in line}
+
+
+def prepare_all(memory: Memory, layers: LayerRange) -> str | None:
+    """As an instance does it between steps, piece by piece."""
+    refusal = memory.prepare(layers)
+    while refusal is None and memory.is_preparing:
+        refusal = memory.prepare(layers)
+    return refusal
 
 
 class DirectEngine:

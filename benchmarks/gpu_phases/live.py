@@ -138,6 +138,8 @@ def describe(report: Report, record: TransitionRecord, **settings: int | str) ->
     exchange_s = finished_s - committed_s
     report.add("remap", record.remap_s * 1e3, "ms", **where)
     report.add("commit gap", record.gap_s * 1e3, "ms", **where)
+    report.add("preparing, between steps", record.prepare_s * 1e3, "ms", **where)
+    report.add("unmapping, between steps, so far", record.tidy_s * 1e3, "ms", **where)
     report.add("longest stall", record.max_stall_s * 1e3, "ms", **where)
     report.add("from order to end", (finished_s - record.started_s) * 1e3, "ms", **where)
     report.add("freed", record.freed_bytes / (1 << 20), "MiB", **where)

@@ -25,7 +25,7 @@ from kunserve.engine.memory.wrap import wrap
 from kunserve.engine.torch.cuda.driver import Driver
 from kunserve.engine.torch.cuda.pages import DevicePages
 
-_GRAPHS = 648
+_GRAPHS = 972
 """As many as a 14B model's process has."""
 _PIECES_BYTES = 4 * GIB
 """Of all pieces together whose calls are timed."""

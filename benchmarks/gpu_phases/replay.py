@@ -23,7 +23,7 @@ from kunserve.engine.torch.graphs import GraphCounts
 from kunserve.model.spec import ModelSpec
 from kunserve_lab.profile.shapes import BatchShape
 from kunserve_lab.profile.stopwatch import HostClock, Stopwatch
-from tests.direct_engine import DirectEngine
+from tests.direct_engine import DirectEngine, prepare_all
 
 _LIMIT_S = 40.0
 """For drops and restores; of loading the layers anew most of all."""
@@ -167,7 +167,7 @@ def _timed_change(body: EngineBody, kind: str, layers: LayerRange) -> dict[str, 
     if kind == "restore":
         wanted = LayerRange(min(held.first, layers.first), max(held.end, layers.end))
     refusal: list[str | None] = []
-    seconds = {f"prepare a {kind}": timed(lambda: refusal.append(memory.prepare(wanted)))}
+    seconds = {f"prepare a {kind}": timed(lambda: refusal.append(prepare_all(memory, wanted)))}
     assert refusal == [None], refusal
     change = memory.drop if kind == "drop" else memory.reclaim
     seconds[f"commit a {kind}"] = timed(lambda: change(layers))

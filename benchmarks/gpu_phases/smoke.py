@@ -15,10 +15,10 @@ from benchmarks.report import Report
 from kunserve.core.extras import extra_names
 from kunserve.engine.memory.wrap import wrap
 from kunserve.engine.torch.cuda.driver import Driver
-from kunserve.engine.torch.cuda.recorder import TorchRecorder
 from kunserve.engine.torch.graphs import Graph, Recorder
 from kunserve.engine.torch.ops.reference import ReferenceOps
 from kunserve.engine.torch.ops.table import Ops
+from kunserve_extras.triton_ops.recorder import TorchRecorder
 from kunserve_lab.bench.environment import version
 
 _PATIENCE_S = 40.0

@@ -85,7 +85,8 @@ def _by_graphs(machine: Machine, report: Report, name: str) -> None:
     report.add("layers", spec.num_layers, "", model=spec.name)
     room = max(batches) * (context + block_size)
     with _decoder(machine, name, ops, block_size, room, is_recorded=True) as decoder:
-        decoder.reserve(StepLimits(max(batches), max(batches), context + 1), _RECORD_S)
+        num_tokens = 512 if machine.is_real else 48
+        decoder.reserve(StepLimits(num_tokens, max(batches), context + 1), _RECORD_S)
         counts = decoder.graph_counts
         assert counts is not None
         report.add("graphs recorded", counts.recorded, "", model=spec.name)
@@ -101,11 +102,28 @@ def _by_graphs(machine: Machine, report: Report, name: str) -> None:
             report.add("of it the host asks", asked * 1e3, "ms", graphs=True, **where)
             read = _bytes_read(spec, num, context)
             report.add("step reads", read / whole / 1e9, "GB/s", graphs=True, **where)
+        _mixed(machine, report, decoder, spec, block_size)
+
+
+def _mixed(
+    machine: Machine, report: Report, decoder: TorchDecoder, spec: ModelSpec, block_size: int
+) -> None:
+    """A step as bursts have them, of decodes and a chunk of a prompt: by graphs, and without."""
+    lengths = [1] * 63 + [256] if machine.is_real else [1, 1, 16]
+    batch = _batch(spec, lengths, _context(machine), block_size)
+    recorded = decoder._recorded
+    for is_recorded in (True, False):
+        decoder._recorded = recorded if is_recorded else []
+        whole, asked = machine.seconds(partial(_step, decoder, batch), 20)
+        where: dict[str, Setting] = {"model": spec.name, "graphs": is_recorded}
+        report.add("mixed step", whole * 1e3, "ms", **where)
+        report.add("of it the host asks for", asked * 1e3, "ms", **where)
+    decoder._recorded = recorded
 
 
 def _layers_s(machine: Machine, decoder: TorchDecoder, num: int) -> float:
     """All layers of a step, asked for without waiting in between: the device never idles."""
-    graphs, rounds = decoder._graphs, 10
+    graphs, rounds = decoder._recorded[0][0], 10
     assert graphs is not None
     rows = graphs.rows_for(num)
     assert rows is not None

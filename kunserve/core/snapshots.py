@@ -159,6 +159,10 @@ class TransitionRecord:
     remap_s: float = 0.0
     """Slowest member."""
     gap_s: float = 0.0
+    prepare_s: float = 0.0
+    """What mapping memory before the remap took between steps, on the slowest member."""
+    tidy_s: float = 0.0
+    """And unmapping it behind, as far as that is over; it may be after the end."""
     requests_moved: int = 0
     moved_bytes: int = 0
     max_stall_s: float = 0.0

@@ -79,6 +79,7 @@ class EngineBody:
         self._backend = backend = backend or CpuBackend()
         self.model = backend.shape(source, model)
         self.model = spread_over_ranks(self.model, instance)
+        self._maps_when_idle = instance.map_when_idle
         most = _most_of_any_step(self.model, model, scheduler)
         instance = backend.settle(self.model, instance, most)
         limits = _step_limits(self.model, instance, ring, most)
@@ -123,6 +124,11 @@ class EngineBody:
     def computes_aside(self) -> bool:
         """Whether the host is free while a step is computed."""
         return self._backend.computes_aside
+
+    @property
+    def maps_when_idle(self) -> bool:
+        """Whether memory is mapped between steps only, and not beside them."""
+        return self._maps_when_idle
 
     @property
     def spec(self) -> InstanceSpec:

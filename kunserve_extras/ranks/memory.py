@@ -95,6 +95,16 @@ class OfAllRanks:
         self._end_others = close
 
     @property
+    def is_preparing(self) -> bool:
+        """See ``control.instance.body.Memory``."""
+        return self.own.is_preparing
+
+    @property
+    def tidied_s(self) -> float | None:
+        """See ``control.instance.body.Memory``."""
+        return self.own.tidied_s
+
+    @property
     def unit_bytes(self) -> int:
         """Of one unit: the ranks' parts one after the other."""
         return self.spec.unit_bytes
@@ -106,7 +116,7 @@ class OfAllRanks:
 
     def _joined(self, remap: Remap, seconds: float) -> Remap:
         """What one rank has changed, of all."""
-        return Remap(remap.kv_units, self.num_ranks * remap.moved_bytes, seconds)
+        return replace(remap, moved_bytes=self.num_ranks * remap.moved_bytes, seconds=seconds)
 
     def _parts_of(self, offset: int, num_bytes: int) -> list[tuple[int, int, int]]:
         """Of each rank: where its part of these bytes of a layer begins in its own layer, how many

@@ -1,1 +1,1 @@
-"""The device's operations as kernels in Triton: the only room that imports it."""
+"""The device's operations as kernels in Triton, and graphs: the only room that imports it."""

@@ -9,12 +9,15 @@ import triton
 from kunserve.engine.torch.ops.table import PARTS, DeviceBatch
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
+from kunserve_extras.triton_ops.recorder import TorchRecorder
 from kunserve_extras.triton_ops.rows import (
     gate_mul_kernel,
     place_kernel,
     rms_norm_kernel,
     rotate_kernel,
 )
+
+__all__ = ["AttentionTiles", "Tile", "TorchRecorder", "TritonOps", "tiles_for"]
 
 _LEAST_ROWS = 16
 """Tensor cores multiply tiles of at least so many rows."""
@@ -54,7 +57,7 @@ def tiles_for(spec: ModelSpec) -> AttentionTiles:
     if spec.dtype == "float32":
         return AttentionTiles(Tile(max(32, single_rows), 16, 4, 2), Tile(single_rows, 32, 4, 2))
     if spec.head_dim > 128:
-        return AttentionTiles(Tile(max(64, single_rows), 32, 4, 2), Tile(single_rows, 32, 4, 3))
+        return AttentionTiles(Tile(max(64, single_rows), 32, 4, 2), Tile(single_rows, 32, 8, 3))
     return AttentionTiles(Tile(max(128, single_rows), 64, 8, 3), Tile(single_rows, 64, 4, 3))
 
 
@@ -121,9 +124,11 @@ class TritonOps:
     ) -> None:
         """See ``Ops``."""
         assert q.stride(1) == q.shape[2], q.stride()
-        # A recorded step has sequences of one token only, and must not ask the host.
+        # A recorded step must not ask the host. Each kernel leaves the other's sequences alone.
         host = batch.host
-        lengths = np.ones(1) if host is None else np.diff(host.q_starts)
+        lengths = (
+            np.array([1, 2] if batch.is_mixed else [1]) if host is None else np.diff(host.q_starts)
+        )
         if (lengths > 1).any():
             self._attend_several(layer, q, kv, batch, out)
         if (lengths == 1).any():

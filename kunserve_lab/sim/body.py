@@ -30,6 +30,9 @@ class SimBody:
     are (``ignore_eos``).
     """
 
+    is_preparing = False
+    tidied_s = 0.0
+
     def __init__(
         self, profile: InstanceProfile, instance_id: InstanceId, place: Place = ONE_HOST
     ) -> None:

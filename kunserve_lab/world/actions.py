@@ -42,6 +42,13 @@ class FinishStep:
 
 
 @dataclass(frozen=True, slots=True)
+class MapMore:
+    """Let an instance prepare one more piece of its memory."""
+
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
 class CompletePull:
     """Let one of an instance's pulls end: copied, or refused."""
 
@@ -50,4 +57,4 @@ class CompletePull:
     fails: bool = False
 
 
-Action: TypeAlias = Delivery | StartStep | FinishStep | CompletePull
+Action: TypeAlias = Delivery | StartStep | FinishStep | MapMore | CompletePull

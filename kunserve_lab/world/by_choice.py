@@ -28,6 +28,7 @@ from kunserve_lab.world.actions import (
     Delivery,
     FinishStep,
     Letter,
+    MapMore,
     StartStep,
 )
 from kunserve_lab.world.fake_body import FakeBody, FakeModel
@@ -216,6 +217,8 @@ class ChosenWorld(World[ChosenMember]):
                 found.append(FinishStep(instance_id))
             elif member.agent.has_ready_work():
                 found.append(StartStep(instance_id))
+            if member.agent.is_preparing:
+                found.append(MapMore(instance_id))
             found.extend(
                 CompletePull(instance_id, i)
                 for i, pull in enumerate(member.mover.pulls)
@@ -244,6 +247,8 @@ class ChosenWorld(World[ChosenMember]):
                 work, member.work = member.work, None
                 assert work is not None
                 self.end_step(member, work)
+            case MapMore(instance_id):
+                self.members[instance_id].agent.prepare(self.now_s)
             case CompletePull(instance_id, index, fails):
                 member = self.members[instance_id]
                 pull = member.mover.pulls[index]

@@ -91,6 +91,10 @@ class FakeBody(ViewedMemory):
     """Implements ``control.instance.body.Body`` and ``Memory``, and what a mover needs."""
 
     computes_aside = False
+    maps_when_idle = True
+    tidied_s = 0.0
+    num_pieces = 1
+    """In which memory is prepared. It is refused with the last."""
 
     def __init__(
         self,
@@ -111,6 +115,7 @@ class FakeBody(ViewedMemory):
         self._whole = LayerRange(0, spec.num_layers)
         self.held = self._whole
         self.kv_units = spec.kv_units
+        self._pieces_left = 0
         self.prepared: LayerRange | None = None
         """Layers that the next remap will hold, if it was prepared."""
         self.refusal: str | None = None
@@ -323,10 +328,21 @@ class FakeBody(ViewedMemory):
 
     def prepare(self, layers: LayerRange) -> str | None:
         """Answer as the test wants it."""
+        if layers == self.held:
+            self.prepared, self._pieces_left = None, 0
+            return None
+        if self.prepared != layers:
+            self.prepared, self._pieces_left = layers, self.num_pieces
+        self._pieces_left = max(0, self._pieces_left - 1)
+        if self._pieces_left or self.refusal is None:
+            return None
         self.prepared = None
-        if layers != self.held and self.refusal is None:
-            self.prepared = layers
-        return None if layers == self.held else self.refusal
+        return self.refusal
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether pieces are left."""
+        return self._pieces_left > 0
 
     def drop(self, keep: LayerRange) -> Remap:
         """Turn the granules wholly outside ``keep`` into KV memory."""
@@ -360,7 +376,8 @@ class FakeBody(ViewedMemory):
             if not kept.first <= layer < kept.end:
                 self._weights[layer].fill(GARBAGE)
                 self._unverified.add(layer)
-        self.held, self.prepared = layers, None
+        assert not (self.is_preparing and self.prepared == layers), "it was not prepared"
+        self.held, self.prepared, self._pieces_left = layers, None, 0
         return Remap(self.kv_units, (self.kv_units - before) * spec.unit_bytes, 0.0)
 
     def _true_weights(self, layer: int) -> Uint8Array:

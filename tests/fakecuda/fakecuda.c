@@ -74,8 +74,9 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t granularity = 2 << 20, total = 1ull << 30, used;
 static long num_calls, fails_from = -1, fails_to = -1;
 static int fails_with = OUT_OF_MEMORY, is_initialized, spoiled;
-static long call_ns, gib_ns, num_memories;
+static long call_ns, gib_ns, graph_ns, num_graphs, spent_ns, num_memories;
 static u64 tickets;
+static int sleeps = 1; /* else time is only counted */
 static int driver_version = 13000, has_virtual_memory = 1, num_devices = 1, capability = 90;
 static int can_export = 1, gives_exportable = 1;
 static enum { IGNORE, STALL, FAULT } beside_work; /* what mapping and unmapping do to queued work */
@@ -96,6 +97,9 @@ static Result leave(Result result) { pthread_mutex_unlock(&lock); return result;
 
 static void take_time(size_t num_bytes) {
     long ns = call_ns + (long)((double)gib_ns * (double)num_bytes / (1 << 30));
+    ns += graph_ns * num_graphs; /* some drivers look through all graphs that are alive */
+    spent_ns += ns;
+    if (!sleeps) return;
     struct timespec left = {ns / 1000000000, ns % 1000000000};
     if (ns) nanosleep(&left, NULL);
 }
@@ -337,6 +341,15 @@ Result cuMemImportFromShareableHandle(u64 *handle, void *os_handle, int type) {
     return leave(OK);
 }
 
+/* What Triton's launcher asks of every pointer, and what it gives up at: the first byte. */
+Result cuPointerGetAttribute(void *value, int attribute, u64 address) {
+    ENTER;
+    REFUSE_IF(attribute != 3); /* CU_POINTER_ATTRIBUTE_DEVICE_POINTER */
+    REFUSE_IF(span_of(address, 1) && !covers(address, 1, 1));
+    *(u64 *)value = address;
+    return leave(OK);
+}
+
 /* ---- pinned memory, streams, events ---- */
 
 Result cuMemHostAlloc(void **at, size_t size, unsigned flags) {
@@ -466,7 +479,8 @@ void fake_configure(size_t granularity_bytes, size_t total_bytes) {
     spoiled = 0;
     num_calls = 0;
     fails_from = fails_to = -1;
-    call_ns = gib_ns = 0;
+    call_ns = gib_ns = graph_ns = num_graphs = spent_ns = 0;
+    sleeps = 1;
     driver_version = 13000;
     has_virtual_memory = num_devices = can_export = gives_exportable = 1;
     beside_work = IGNORE;
@@ -487,6 +501,13 @@ void fake_refuse(long after, long count, int code) {
     fails_with = code;
 }
 void fake_delay(long ns_per_call, long ns_per_gib) { call_ns = ns_per_call; gib_ns = ns_per_gib; }
+/* As many graphs are alive, each of which makes mapping slower. Time is counted and not slept. */
+void fake_graphs(long count, long ns_per_graph) {
+    num_graphs = count;
+    graph_ns = ns_per_graph;
+    sleeps = 0;
+}
+long fake_spent_ns(void) { return spent_ns; }
 /* From now on every call fails with that error, as after a kernel's illegal access. */
 void fake_spoil(int code) { spoiled = code; }
 /* Memory that can be exported is refused although the device says that it has it. */

@@ -45,6 +45,10 @@ class FakeCuda:
         self._library.fake_describe.restype = None
         self._library.fake_calls.restype = ctypes.c_long
         self._library.fake_used.restype = ctypes.c_size_t
+        self._library.fake_graphs.argtypes = (ctypes.c_long, ctypes.c_long)
+        self._library.fake_spent_ns.restype = ctypes.c_long
+        asks = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+        self._library.cuPointerGetAttribute.argtypes = asks
         self._library.fake_configure(granularity_bytes, total_bytes)
 
     def describe(
@@ -70,6 +74,22 @@ class FakeCuda:
     def used_bytes(self) -> int:
         """Physical memory taken."""
         return int(self._library.fake_used())
+
+    def slow_down(self, ns_per_call: int, ns_per_gib: int, num_graphs: int, ns_each: int) -> None:
+        """What mapping costs, also for each graph that is alive: ``spent_ns`` counts it."""
+        self._library.fake_delay(ns_per_call, ns_per_gib)
+        self._library.fake_graphs(num_graphs, ns_each)
+
+    @property
+    def spent_ns(self) -> int:
+        """Of mapping and unmapping so far, by what they cost."""
+        return int(self._library.fake_spent_ns())
+
+    def is_reachable(self, address: int) -> bool:
+        """Whether a kernel can be launched with this pointer, as Triton's launcher asks."""
+        value = ctypes.c_uint64()
+        which = 3  # the address by which the device knows it
+        return not self._library.cuPointerGetAttribute(ctypes.byref(value), which, address)
 
     def refuse(self, after: int, count: int = 1) -> None:
         """Refuse ``count`` calls, the first of them ``after`` calls from now."""

@@ -29,7 +29,7 @@ def log_transition(record: TransitionRecord) -> None:
 def _template(record: TransitionRecord) -> str:
     return (
         f"{record.kind} id=%d outcome=%r trigger=%r groups=%s bytes=%d remap_ms=%.2f gap_ms=%.1f "
-        "requests_moved=%d moved_bytes=%d max_stall_ms=%.0f total_ms=%.0f"
+        "prepare_ms=%.1f requests_moved=%d moved_bytes=%d max_stall_ms=%.0f total_ms=%.0f"
     )
 
 
@@ -47,6 +47,7 @@ def _values(record: TransitionRecord) -> tuple[object, ...]:
         record.freed_bytes,
         record.remap_s * 1e3,
         record.gap_s * 1e3,
+        record.prepare_s * 1e3,
         record.requests_moved,
         record.moved_bytes,
         record.max_stall_s * 1e3,

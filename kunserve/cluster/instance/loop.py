@@ -30,6 +30,8 @@ LOOK_GAP_S = 0.05
 EXCHANGE_PAUSE_S = 0.03
 """So long at most no step begins in an exchange whose KV is copied on this machine's cores: a step
 would take them, and everybody whose KV moves waits for the copies."""
+PREPARE_SHARE = 0.1
+"""Of a step: so long at most is memory mapped between it and the next, or one piece."""
 SHORT_WAIT_S = 0.002
 """A wait while steps may not begin."""
 
@@ -153,6 +155,8 @@ class InstanceLoop:
         """
         self._heart.turn(is_computing=False)
         self._read(self._wait())
+        if self._agent.is_preparing:
+            self._prepare()
         self._post.meet_new_front()
         self._report_if_due()
         self._send()
@@ -172,7 +176,8 @@ class InstanceLoop:
     def _wait(self) -> Woken:
         """Sleep until mail comes, or the next report is due; not at all if there is work to do."""
         gives_way = self._gives_way()
-        if self._agent.has_ready_work() and not (self._post.has_no_front or gives_way):
+        is_ready = self._agent.has_ready_work() and not (self._post.has_no_front or gives_way)
+        if is_ready or self._agent.is_preparing:
             return Woken.BUSY  # mail is read without asking first whether there is any
         began_s = self._look()  # else a sleep after the last step would count as a bubble
         longest_s = max(0.0, self._next_report_s - began_s)
@@ -214,6 +219,14 @@ class InstanceLoop:
                 self._trace.flush()
 
     # Steps
+
+    def _prepare(self) -> None:
+        """Map a few granules for a change; more where steps are so long that nobody sees it."""
+        until_s = time.monotonic() + PREPARE_SHARE * self._agent.state.step_s
+        with self._mover.quiet():
+            self._agent.prepare(time.monotonic())
+            while self._agent.is_preparing and time.monotonic() < until_s:
+                self._agent.prepare(time.monotonic())
 
     def _gives_way(self) -> bool:
         """Whether no step begins, so that an exchange is over soon."""
@@ -306,4 +319,13 @@ class DeviceLoop(InstanceLoop):
     def _execute(
         self, step: StepWork, work: Work, look_up: Callable[[], None] | None
     ) -> StepOutcome:
-        return self._body.execute(step, work.hidden, look_up, self._post.send_to_front)
+        return self._body.execute(step, work.hidden, look_up, self._meanwhile)
+
+    def _prepare(self) -> None:
+        if self._body.maps_when_idle or not self._agent.has_ready_work():
+            super()._prepare()
+
+    def _meanwhile(self) -> None:
+        self._post.send_to_front()
+        if self._agent.is_preparing and not self._body.maps_when_idle:
+            super()._prepare()

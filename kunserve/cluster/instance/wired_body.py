@@ -25,6 +25,11 @@ class WiredBody(Body, Protocol):
         """Whether the host is free while a step is computed."""
         ...
 
+    @property
+    def maps_when_idle(self) -> bool:
+        """Whether memory is mapped between steps only, and not beside them."""
+        ...
+
     def execute(
         self,
         work: StepWork,

@@ -49,6 +49,7 @@ from kunserve.core.messages import (
     Report,
     ResetPrefixCache,
     Returned,
+    Tidied,
     TransferProgress,
 )
 from kunserve.core.plan import Plan
@@ -215,6 +216,8 @@ class Controller:
                 self._committed(event, now_s)
             case ExchangeDone():
                 self.transitions.on_exchanged(event, now_s)
+            case Tidied():
+                self.transitions.on_tidied(event)
             case TransferProgress():
                 self.transitions.progressed(event.instance_id, now_s)
                 self._forming.progressed(event.instance_id, now_s)

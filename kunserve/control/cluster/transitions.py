@@ -28,6 +28,7 @@ from kunserve.core.messages import (
     Prepare,
     Prepared,
     Rollback,
+    Tidied,
 )
 from kunserve.core.snapshots import Kind, Outcome, TransitionRecord
 from kunserve.policy.drop.capacity import group_capacity_blocks
@@ -218,6 +219,7 @@ class Transitions:
             record,
             freed_bytes=record.freed_bytes - message.loaded_bytes,
             remap_s=max(record.remap_s, message.remap_s),
+            prepare_s=max(record.prepare_s, message.prepare_s),
         )
         self._peer_discovery.has_pulled(message.instance_id)
         transition.waits_for.discard(message.instance_id)
@@ -265,6 +267,8 @@ class Transitions:
             freed_bytes=record.freed_bytes + message.freed_bytes,
             remap_s=max(record.remap_s, message.remap_s),
             gap_s=max(record.gap_s, message.gap_s),
+            prepare_s=max(record.prepare_s, message.prepare_s),
+            tidy_s=max(record.tidy_s, message.tidy_s),
             committed_s=now_s,
         )
         for request_id in message.sequences:
@@ -284,6 +288,17 @@ class Transitions:
             self.num_restores += 1
         self._finish_if_done(transition, now_s)
         return transition
+
+    def on_tidied(self, message: Tidied) -> None:
+        """Nothing of the remap is left on a member; its transition may have ended."""
+        for number, record in enumerate(self.latest()):
+            if record.transition_id != message.transition_id:
+                continue
+            record = replace(record, tidy_s=max(record.tidy_s, message.seconds))
+            if record.transition_id in self.active:
+                self.active[record.transition_id].record = record
+            else:
+                self.records[number] = record
 
     def on_exchanged(self, message: ExchangeDone, now_s: float) -> None:
         """A new leader has all KV in place."""

@@ -199,6 +199,16 @@ class InstanceAgent:
         return self._forming.is_forming or self.change.change_id is not None
 
     @property
+    def is_preparing(self) -> bool:
+        """Whether ``prepare`` has something to do, so that the driver should not sleep."""
+        return self.change.is_preparing
+
+    def prepare(self, now_s: float) -> None:
+        """Have memory do a piece of what a change prepares, between two steps or beside one."""
+        self._changes.prepare()
+        self._advance(now_s)
+
+    @property
     def change(self) -> Change:
         """What is under way here beside steps, if anything."""
         return self._changes.change
@@ -214,14 +224,12 @@ class InstanceAgent:
         return Rejoin(ready, state.held, state.table.num_units, layout, state.totals.so_far())
 
     def report(self, now_s: float) -> None:
-        """Queue a load report (leaders only). Called about ten times a second on everybody.
-
-        Between two calls a leader reports by itself the moment memory gets short.
-        """
+        """Queue a load report (leaders only): ten times a second, and when memory gets short."""
         self._advance(now_s)
         num_bytes = self.state.mover.num_bytes_taken
         if self._arrivals.are_told(self.is_in_transition, num_bytes, now_s):
             self.state.send(None, TransferProgress(self.state.me, num_bytes))
+        self.state.tell_tidied()
         self._send_report(now_s)
 
     def _send_report(self, now_s: float) -> None:

@@ -111,6 +111,8 @@ class Remap:
     moved_bytes: int
     """From weights to KV; negative the other way."""
     seconds: float
+    prepare_s: float = 0.0
+    """What ``Memory.prepare`` took before, between steps or beside them."""
 
 
 class Memory(Protocol):
@@ -124,11 +126,22 @@ class Memory(Protocol):
         ...
 
     def prepare(self, layers: LayerRange) -> str | None:
-        """Do now what may fail of a change to ``layers``; a text says why it cannot be done.
+        """Do now a piece of what may fail of a change to ``layers``; a text says why it cannot be.
 
-        May be called while a step runs. Layers held and KV stay in use until ``drop`` or
-        ``reclaim`` makes the change. A call for the layers held calls it off.
+        May be called while a step runs, again and again until nothing ``is_preparing``. Layers
+        held and KV stay in use until ``drop`` or ``reclaim`` makes the change. A call for the
+        layers held calls it off.
         """
+        ...
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether some of what was prepared last is left to be done."""
+        ...
+
+    @property
+    def tidied_s(self) -> float | None:
+        """What it took to clear up behind the last change; None while some is left to do."""
         ...
 
     def drop(self, keep: LayerRange) -> Remap:

@@ -13,9 +13,9 @@ from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.instance.block_table import BlockTable
 from kunserve.control.instance.body import Body, Mover, Remap
 from kunserve.core.config import SchedulerConfig
-from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.layout import LayerRange
-from kunserve.core.messages import Message
+from kunserve.core.messages import Message, Tidied
 from kunserve.core.plan import Measured
 from kunserve.core.snapshots import InstanceSpec
 
@@ -74,6 +74,8 @@ class InstanceState:
     outbox: list[Outgoing] = field(default_factory=list)
     to_self: deque[Message] = field(default_factory=deque)
     preemptions: list[Preemption] = field(default_factory=list)
+    untidy_after: TransitionId | None = None
+    """The last change, if memory is to be cleared up behind it."""
 
     @property
     def me(self) -> InstanceId:
@@ -101,6 +103,19 @@ class InstanceState:
         """The body computes nothing now."""
         self.is_running = False
         self.step_s = max(now_s - self.began_s, STEP_MEMORY * self.step_s)
+
+    def await_tidying(self, transition_id: TransitionId) -> float:
+        """Seconds of clearing up behind a change; while some is left, ``tell_tidied`` will tell."""
+        tidied_s = self.body.memory.tidied_s
+        self.untidy_after = transition_id if tidied_s is None else None
+        return tidied_s or 0.0
+
+    def tell_tidied(self) -> None:
+        """Say once that nothing is left of the last change."""
+        tidied_s = self.body.memory.tidied_s
+        if self.untidy_after is not None and tidied_s is not None:
+            self.send(None, Tidied(self.untidy_after, self.me, tidied_s))
+            self.untidy_after = None
 
     def note_preemption(self, request_id: RequestId, lost_tokens: int) -> None:
         """A change cost a request its KV."""

@@ -72,6 +72,8 @@ class InstanceConfig:
     """fused: our kernels; flashinfer: with --device cuda, where it is installed."""
     enforce_eager: Annotated[bool, _instance()] = False
     """With --device cuda: record no steps as CUDA graphs."""
+    map_when_idle: Annotated[bool, _instance()] = True
+    """With --device cuda: map memory for a drop between steps; --no-... maps it beside them."""
 
     def __post_init__(self) -> None:
         """A share is of a GPU's memory, and ranks are processes of CPUs."""

@@ -43,6 +43,7 @@ from kunserve.core.messages.events import (
     Rejoin,
     Report,
     Returned,
+    Tidied,
     TokenOutput,
     TransferProgress,
 )
@@ -122,6 +123,7 @@ __all__ = [
     "SequenceState",
     "Shutdown",
     "Submit",
+    "Tidied",
     "TokenOutput",
     "TransferProgress",
     "WithdrawKv",

@@ -126,6 +126,8 @@ class LayersLoaded:
     remap_s: float
     """The part that gave memory back from KV to weights."""
     seconds: float
+    prepare_s: float = 0.0
+    """See ``Committed``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +145,21 @@ class Committed:
     """From the end of the last step in the old group to readiness in the new one."""
     sequences: tuple[RequestId, ...]
     """Requests that the instance leads now; empty on a follower."""
+    prepare_s: float = 0.0
+    """What mapping memory a second time took before, a piece at a time: no part of the gap."""
+    tidy_s: float = 0.0
+    """What unmapping old addresses has taken, if none is left; else ``Tidied`` tells."""
     totals: LeaderTotals = field(default_factory=LeaderTotals)
     """All that the instance has done as a leader: one that becomes a follower reports no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tidied:
+    """What a remap left mapped is unmapped; sent at any time after ``Committed``."""
+
+    transition_id: TransitionId
+    instance_id: InstanceId
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +256,7 @@ Event: TypeAlias = (
     | Prepared
     | LayersLoaded
     | Committed
+    | Tidied
     | ExchangeDone
     | TransferProgress
     | MigrationReady

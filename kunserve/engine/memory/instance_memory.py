@@ -2,7 +2,6 @@
 
 import logging
 import time
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ from kunserve.engine.memory.arena import Arena, VirtualRange
 from kunserve.engine.memory.huge_pages import arrange
 from kunserve.engine.memory.memory_plan import MemoryPlan, mib, padding_granules
 from kunserve.engine.memory.pages import HostPages, OpenPages, Spans, pair_up
+from kunserve.engine.memory.second_places import Move, SecondPlaces
 from kunserve.engine.memory.weights_file import WeightsFile
 from kunserve.engine.weights.layout import WeightLayout
 from kunserve.model.spec import ModelSpec
@@ -33,9 +33,6 @@ from kunserve.transport.bulk.movable_memory import (
 
 logger = logging.getLogger(__name__)
 
-_UNMAPPED_AT_ONCE = 16
-"""Granules that ``tidy`` unmaps in one call."""
-
 
 class RemapFailed(SystemExit):
     """A remap stopped half-way, so the instance must end.
@@ -48,22 +45,12 @@ class RemapFailed(SystemExit):
         super().__init__(EXIT_REMAP_FAILED)
 
 
-class _Move(NamedTuple):
-    """Consecutive granules that change their range."""
-
-    source: VirtualRange
-    slot: int
-    target: VirtualRange
-    target_slot: int
-    num: int
-
-
 class InstanceMemory:
     """The weights range, the KV range, and the granules that change between them.
 
     Host memory is moved, in one call. Device memory is first mapped a second time, while its old
     addresses are in use (``prepare``). The change itself is then one of books, and the old
-    addresses are unmapped later (``tidy``).
+    addresses are unmapped later (``tidy``). Both go a few granules at a time.
     """
 
     def __init__(
@@ -110,9 +97,7 @@ class InstanceMemory:
         self.weights_file = weights_file
         """None: the instance has weights of its own, and may drop them."""
         self.held = LayerRange(0, model.num_layers)
-        self._prepared: LayerRange | None = None
-        """Layers to be held next, whose granules are linked already."""
-        self._has_warned = False
+        self._second_places = SecondPlaces(self.arena)
         try:
             self.weights, self.kv = self._map_all(own_weights, kv_granules)
         except OSError as error:
@@ -165,23 +150,27 @@ class InstanceMemory:
         return first >= 0 and last < self.backed_units
 
     def prepare(self, layers: LayerRange) -> str | None:
-        """Do what may fail of a change to ``layers``, more or fewer; or say why it cannot be.
+        """Do a piece of what may fail of a change to ``layers``, more or fewer; or say why not.
 
-        What is held stays in use. Another call takes the place of this one, so preparing for
+        What is held stays in use. Another change takes the place of this one, so preparing for
         what is held calls it off.
         """
-        if self._prepared == layers:
-            return None
-        self._prepared = None
-        if self.arena.pages.moves or layers == self.held:
-            return None
-        try:
-            for move in self._moves_to(layers):
-                self.arena.link(*move)
-        except OSError as error:
-            return f"cannot map memory a second time: {error.strerror}"
-        self._prepared = layers
-        return None
+        if self._second_places.wanted != layers:
+            self._second_places.forget()
+            if self.arena.pages.moves or layers == self.held:
+                return None
+            self._second_places.want(layers, self._moves_to(layers))
+        return self._second_places.prepare()
+
+    @property
+    def is_preparing(self) -> bool:
+        """See ``control.instance.body.Memory``."""
+        return self._second_places.is_preparing
+
+    @property
+    def tidied_s(self) -> float | None:
+        """See ``control.instance.body.Memory``."""
+        return self._second_places.tidied_s
 
     def drop(self, keep: LayerRange) -> Remap:
         """Turn every granule that holds only layers outside ``keep`` into the KV tail.
@@ -213,14 +202,7 @@ class InstanceMemory:
 
     def tidy(self) -> None:
         """Unmap some addresses that were left. Call it often, between steps."""
-        if self._prepared is not None or not self.arena.num_aliases:
-            return
-        try:
-            self.arena.unlink_some(_UNMAPPED_AT_ONCE)
-        except OSError as error:
-            if not self._has_warned:
-                logger.warning("cannot unmap old addresses, will try again: %s", error.strerror)
-            self._has_warned = True
+        self._second_places.tidy()
 
     def unit_view(self, unit: int, num_units: int) -> npt.NDArray[np.uint8]:
         """Bytes of consecutive backed units, [num_units * unit_bytes] uint8, no copy."""
@@ -375,29 +357,29 @@ class InstanceMemory:
     def _tail_slot_bytes(self) -> int:
         return self._kv_granules * self.arena.granule_bytes
 
-    def _moves_to(self, layers: LayerRange) -> list[_Move]:
+    def _moves_to(self, layers: LayerRange) -> list[Move]:
         """The stretches of granules that a change to ``layers`` takes to the other range."""
         first, end = self.layout.granules_of(layers)
         old_first, old_end = self.layout.granules_of(self.held)
         moves, tail = [], self._tail_slot
         if self.held.covers(layers):
             for slot, num in ((old_first, first - old_first), (end, old_end - end)):
-                moves.append(_Move(self.weights, slot, self.kv, tail, num))
+                moves.append(Move(self.weights, slot, self.kv, tail, num))
                 tail += num
         else:
             # The reverse of a drop's order, so that runs of granules go back as they came.
             for slot, num in ((old_end, end - old_end), (first, old_first - first)):
                 tail -= num
-                moves.append(_Move(self.kv, tail, self.weights, slot, num))
+                moves.append(Move(self.kv, tail, self.weights, slot, num))
         return [piece for move in moves for piece in self._in_whole_pages(move)]
 
-    def _in_whole_pages(self, move: _Move) -> list[_Move]:
+    def _in_whole_pages(self, move: Move) -> list[Move]:
         """The same granules moved so that huge pages stay whole. No content of them is needed."""
         source, slot, target, target_slot, num = move
         granules = source.granules[slot : slot + num]
         per_page = self.arena.pages.granules_per_page
         return [
-            _Move(source, slot + piece.first, target, target_slot + piece.place, piece.num)
+            Move(source, slot + piece.first, target, target_slot + piece.place, piece.num)
             for piece in arrange(granules, target_slot, per_page)
         ]
 
@@ -410,16 +392,17 @@ class InstanceMemory:
                 self._move(move)
         else:
             refusal = self.prepare(layers)
+            while refusal is None and self.is_preparing:
+                refusal = self.prepare(layers)
             if refusal is not None:
                 logger.critical("remap failed, the instance ends: %s", refusal)
                 raise RemapFailed
             for source, slot, _, _, num in moves:
                 self.arena.switch(source, slot, num)
-        self._prepared = None
         self.held = layers
         return self._remapped(self.kv.num_mapped - before, started)
 
-    def _move(self, move: _Move) -> None:
+    def _move(self, move: Move) -> None:
         try:
             self.arena.move(*move)
         except OSError as error:
@@ -436,12 +419,13 @@ class InstanceMemory:
 
     def _remapped(self, granules: int, started: float) -> Remap:
         moved_bytes = granules * self.arena.granule_bytes
-        remap = Remap(self.kv_units, moved_bytes, time.perf_counter() - started)
+        seconds, prepare_s = time.perf_counter() - started, self._second_places.changed()
         logger.info(
-            "remap held=[%d,%d) moved_bytes=%d kv_units=%d seconds=%.6f",
+            "remap held=[%d,%d) moved_bytes=%d kv_units=%d seconds=%.6f prepare_s=%.6f",
             *self.held,
             moved_bytes,
-            remap.kv_units,
-            remap.seconds,
+            self.kv_units,
+            seconds,
+            prepare_s,
         )
-        return remap
+        return Remap(self.kv_units, moved_bytes, seconds, prepare_s)

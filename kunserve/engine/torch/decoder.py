@@ -1,8 +1,9 @@
 """``Decoder`` for any device of torch: the same layers over a table of operations.
 
-With a recorder, steps of one token per sequence run by graphs; see ``engine.graphs``.
+With a recorder, small steps run by graphs; see ``engine.torch.graphs``.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,13 @@ from kunserve.engine.cpu.kernels.rope import rope_tables
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.engine.torch.experts import AddUp, add_experts
 from kunserve.engine.torch.graph_inputs import GraphInputs
-from kunserve.engine.torch.graphs import GraphCounts, LayerGraphs, Recorder, sizes_up_to
+from kunserve.engine.torch.graphs import (
+    MIXED_ROWS,
+    GraphCounts,
+    LayerGraphs,
+    Recorder,
+    sizes_up_to,
+)
 from kunserve.engine.torch.ops.table import DeviceBatch, Ops
 from kunserve.engine.torch.pinned import Sender
 from kunserve.model.spec import ModelSpec
@@ -76,8 +83,8 @@ class TorchDecoder:
         self._logits = torch.empty(0, spec.vocab_size, device=self._device)
         self._sender = Sender(self._device)
         self._recorder = recorder
-        self._graphs: LayerGraphs | None = None
-        self._inputs: GraphInputs | None = None
+        self._recorded: list[tuple[LayerGraphs, GraphInputs]] = []
+        """Steps of single tokens, and mixed ones."""
         self._recorded_scratch = self._scratch
         """Graphs keep its addresses, so it stays when larger steps get larger buffers."""
         self._reserve_scratch(0)
@@ -94,14 +101,19 @@ class TorchDecoder:
         self._logits = torch.zeros(limits.num_sampled, self._spec.vocab_size, device=self._device)
         if limits.num_tokens >= len(_WARM_UP_POSITIONS):
             self._warm_up()
-        sizes = sizes_up_to(limits.most_single_tokens)
-        if self._recorder is not None and sizes:
-            self._record(self._recorder, sizes, limits.num_positions, record_within_s)
+        num_seqs = limits.most_single_tokens
+        if self._recorder is not None and num_seqs:
+            began_s = time.perf_counter()
+            self._record(self._recorder, sizes_up_to(num_seqs), limits, record_within_s)
+            left_s = record_within_s - (time.perf_counter() - began_s)
+            if left_s > 0.0:
+                mixed = sizes_up_to(limits.num_tokens, MIXED_ROWS)
+                self._record(self._recorder, mixed, limits, left_s, num_seqs)
 
     @property
     def graph_counts(self) -> GraphCounts | None:
         """What was recorded and asked for; None where nothing is recorded."""
-        return None if self._graphs is None else self._graphs.counts
+        return self._recorded[0][0].counts if self._recorded else None
 
     def _warm_up(self) -> None:
         """Have all kernels compiled, by a step of one layer that writes below unit 0."""
@@ -120,9 +132,15 @@ class TorchDecoder:
         self.set_layers(LayerRange(0, self._spec.num_layers))
 
     def _record(
-        self, recorder: Recorder, sizes: tuple[int, ...], num_positions: int, within_s: float
+        self,
+        recorder: Recorder,
+        sizes: tuple[int, ...],
+        limits: StepLimits,
+        within_s: float,
+        mixed_seqs: int | None = None,
     ) -> None:
-        inputs = GraphInputs(self._spec, self._block_size, max(sizes), num_positions, self._device)
+        sized = self._block_size, max(sizes), limits.num_positions
+        inputs = GraphInputs(self._spec, *sized, self._device, mixed_seqs)
         scratch = self._recorded_scratch = self._scratch
 
         def begin(rows: int) -> Callable[[int], None]:
@@ -130,8 +148,9 @@ class TorchDecoder:
             batch = inputs.fill(rows, None)
             return lambda layer: self._run_layer(layer, hidden, angles, batch, scratch)
 
-        self._graphs, self._inputs = LayerGraphs(self._spec.num_layers, recorder), inputs
-        self._graphs.record(sizes, begin, within_s)
+        graphs = LayerGraphs(self._spec.num_layers, recorder, self.graph_counts)
+        self._recorded.append((graphs, inputs))
+        graphs.record(sizes, begin, within_s)
 
     def _reserve_scratch(self, num_tokens: int) -> None:
         spec = self._spec
@@ -151,7 +170,7 @@ class TorchDecoder:
     def buffer_bytes(self) -> int:
         """Memory of activations, logits and positions."""
         tensors = (*self._scratch.values(), self._logits, *self._angles)
-        inputs_bytes = 0 if self._inputs is None else self._inputs.num_bytes
+        inputs_bytes = sum(inputs.num_bytes for _, inputs in self._recorded)
         return inputs_bytes + sum(tensor.nbytes for tensor in tensors)
 
     def set_layers(self, layers: LayerRange) -> None:
@@ -176,14 +195,16 @@ class TorchDecoder:
         if batch.num_tokens == 0:
             return hidden
         self._reserve_positions(int(batch.positions.max()) + 1)
-        if self._graphs is not None and self._inputs is not None:
-            rows = self._graphs.rows_for(batch.num_tokens)
-            if rows is not None and self._inputs.holds(batch):
-                self._run_graphs(self._graphs, self._inputs, rows, batch, hidden)
+        for graphs, inputs in self._recorded:
+            rows = graphs.rows_for(batch.num_tokens)
+            if rows is not None and inputs.holds(batch):
+                self._run_graphs(graphs, inputs, rows, batch, hidden)
+                graphs.counts.mixed_steps += inputs.most_mixed_seqs is not None
                 if between_layers is not None:
                     between_layers()
                 return hidden
-            self._graphs.counts.eager_steps += 1
+        if self.graph_counts is not None:
+            self.graph_counts.eager_steps += 1
         if batch.num_tokens > len(self._scratch["qkv"]):
             self._reserve_scratch(batch.num_tokens)
         on_device = DeviceBatch.of(batch, self._block_size, self._device)

@@ -1,4 +1,7 @@
-"""Steps of one token per sequence, recorded once as graphs and asked for with few calls.
+"""Small steps, recorded once as graphs and asked for with few calls.
+
+Most are of one token per sequence. Mixed ones, of decodes and a little of a prompt, are recorded
+for some numbers of tokens, because the host needs longer to ask for them than the device for them.
 
 A graph keeps addresses. Those of weights and KV never change, so a drop or a restore changes only
 which layers' graphs are launched, and nothing is recorded again.
@@ -15,7 +18,9 @@ from kunserve.core.layout import LayerRange
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-"""Sizes of steps that are recorded. A smaller step is padded."""
+"""Sizes of steps of single tokens that are recorded. A smaller step is padded."""
+MIXED_ROWS = (16, 32, 64, 128, 256, 512)
+"""And of mixed ones, in tokens."""
 RUN_LAYERS = 8
 """So many layers from a multiple of this on are also one graph, because each launch costs."""
 
@@ -50,14 +55,16 @@ class GraphCounts:
     """Graphs, each time."""
     steps: int = 0
     """Steps by graphs."""
+    mixed_steps: int = 0
+    """Those of them that may have had sequences of several tokens."""
     eager_steps: int = 0
-    """Steps without: prompts, mostly."""
+    """Steps without: long prompts, mostly."""
 
 
-def sizes_up_to(most: int) -> tuple[int, ...]:
-    """The sizes to be recorded for steps of up to ``most`` rows."""
-    most = min(most, ROWS[-1])
-    return (*(rows for rows in ROWS if rows < most), most) if most else ()
+def sizes_up_to(most: int, sizes: tuple[int, ...] = ROWS) -> tuple[int, ...]:
+    """Which of the sizes to record for steps of up to ``most`` rows."""
+    most = min(most, sizes[-1])
+    return (*(rows for rows in sizes if rows < most), most) if most else ()
 
 
 def pieces_of(layers: LayerRange) -> list[LayerRange]:
@@ -74,11 +81,14 @@ def pieces_of(layers: LayerRange) -> list[LayerRange]:
 class LayerGraphs:
     """For each size the graphs of every layer and of every run of layers."""
 
-    def __init__(self, num_layers: int, recorder: Recorder) -> None:
+    def __init__(
+        self, num_layers: int, recorder: Recorder, counts: GraphCounts | None = None
+    ) -> None:
+        """``counts`` may be another one's, too."""
         self._num_layers = num_layers
         self._recorder = recorder
         self._graphs: dict[int, dict[LayerRange, Graph]] = {}
-        self.counts = GraphCounts()
+        self.counts = counts or GraphCounts()
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.plan import Measured
 from kunserve.engine.body import EngineBody
 from tests.chrome_trace import Event, check_trace
-from tests.direct_engine import DirectEngine
+from tests.direct_engine import DirectEngine, prepare_all
 from tests.e2e.tokens.asked_cluster import (
     Answers,
     drop_to,
@@ -233,18 +233,18 @@ def test_of_two_bodies(path: Pair, fake: FakeCuda, tmp_path: Path) -> None:
         for source, chunk_tokens in path.rounds:
             for body, keep in zip(pair, HALVES, strict=True):
                 if draw.random() < 0.7:
-                    assert body.memory.prepare(keep) is None
+                    assert prepare_all(body.memory, keep) is None
                 if draw.random() < 0.3:
-                    assert body.memory.prepare(WHOLE) is None
+                    assert prepare_all(body.memory, WHOLE) is None
                 drop_half(body, keep)
             both = DirectEngine(list(zip(pair, HALVES, strict=True)))
             assert both.generate(PROMPTS, NUM_TOKENS, 16) == expected
             for body, missing in zip(pair, reversed(HALVES), strict=True):
                 fill_kv(body)
                 fake.refuse(draw.randrange(6))
-                refusal = body.memory.prepare(WHOLE)
+                refusal = prepare_all(body.memory, WHOLE)
                 fake.refuse_nothing()
-                assert refusal is None or body.memory.prepare(WHOLE) is None
+                assert refusal is None or prepare_all(body.memory, WHOLE) is None
                 back = missing if source == "disk" else WHOLE
                 assert body.memory.reclaim(back).kv_units == body.spec.kv_units
                 if source == "disk":

@@ -43,7 +43,9 @@ SHAPES = [  # heads, KV heads, head_dim, block size
 NUM_MAIN_SHAPES = 2
 
 
-def say(kernel: Any, dtype: str, constants: dict[str, float], tile: Tile = NO_TILE) -> None:
+def compile_kernel(
+    kernel: Any, dtype: str, constants: dict[str, float], tile: Tile = NO_TILE
+) -> Any:
     """Compiled as a launch would: addresses and strides are multiples of 16."""
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], list[list[object]]] = {}
@@ -60,11 +62,15 @@ def say(kernel: Any, dtype: str, constants: dict[str, float], tile: Tile = NO_TI
             signature[name] = "fp32" if name in ("eps", "scale") else "i32"
         if signature[name].startswith("*") or name.endswith("stride"):
             attributes[number,] = [["tt.divisibility", 16]]
-    built = triton.compile(
+    return triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
+
+
+def resources(built: Any) -> tuple[int, int, int]:
+    """Bytes of shared memory, registers, and bytes of each thread that were spilled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -72,9 +78,13 @@ def say(kernel: Any, dtype: str, constants: dict[str, float], tile: Tile = NO_TI
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (used,) = re.findall(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", said)
     registers, stack_bytes, local_bytes = map(int, used)
-    spilled = stack_bytes + local_bytes
+    return built.metadata.shared, registers, stack_bytes + local_bytes
+
+
+def say(kernel: Any, dtype: str, constants: dict[str, float], tile: Tile = NO_TILE) -> None:
+    used = resources(compile_kernel(kernel, dtype, constants, tile))
     sizes = ",".join(f"{name}={value}" for name, value in constants.items())
-    print(kernel.__name__, dtype, sizes, built.metadata.shared, registers, spilled, flush=True)
+    print(kernel.__name__, dtype, sizes, *used, flush=True)
 
 
 def say_attention(shape: tuple[int, int, int, int], dtype: str) -> None:

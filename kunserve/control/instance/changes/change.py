@@ -79,6 +79,15 @@ class Change:
         return False
 
     @property
+    def is_preparing(self) -> bool:
+        """Whether ``prepare`` has something to do."""
+        return False
+
+    def prepare(self) -> "Change":
+        """Have memory do a piece of what was prepared; what is under way then."""
+        return self
+
+    @property
     def is_loading(self) -> bool:
         """Whether memory is neither as in the present group nor as in the next one."""
         return False

@@ -65,6 +65,10 @@ class ChangeSlot:
         if self.change.change_id == transition_id:
             self._change = self.change.roll_back()
 
+    def prepare(self) -> None:
+        """Have memory do a piece of what the change prepares."""
+        self._change = self.change.prepare()
+
     def advance(self, now_s: float) -> None:
         """Let the change take whatever step has become possible, and forget it if it is over."""
         self.change.advance(now_s)

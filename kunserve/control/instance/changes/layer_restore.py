@@ -1,7 +1,7 @@
 """Getting dropped layers back while the pipeline serves: a restoration's first half (paper 4.4).
 
-    (leader: draining ->) waiting -> filling -> filled -> the group changes (``transition``)
-    waiting -> refused    memory could not be mapped: the controller will call it off
+    (leader: draining ->) preparing -> waiting -> filling -> filled -> the group changes
+    preparing -> refused  memory could not be mapped: the controller will call it off
                           any of them, when it is called off -> returning -> over
 
 The leader narrows its ledger before anybody gives KV memory up, lets the steps land that were
@@ -18,7 +18,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.messages import LayersDropped, LayersLoaded, LoadLayers, OfferKv, Prepare
 
 Phase: TypeAlias = Literal[
-    "draining", "waiting", "refused", "filling", "filled", "returning", "over"
+    "draining", "preparing", "waiting", "refused", "filling", "filled", "returning", "over"
 ]
 
 
@@ -37,13 +37,13 @@ class LayerRestore(Change):
         self._missing: list[tuple[LayerRange, InstanceId | None]] = []
         """Layers on their way here, and from whom; None is the disk."""
         self._loaded_bytes = 0
-        self._remap_s = 0.0
+        self._remap_s = self._prepare_s = 0.0
         self._is_passed_on = False
         self._is_mapped = False
         self._has_dropped = False
         """The memory has become KV again."""
         self._members_dropped: set[InstanceId] = set()
-        self._phase: Phase = "waiting"
+        self._phase: Phase = "preparing"
         self._num_to_land = 0
         """On the leader: steps under way that were planned before its ledger was narrowed."""
         scheduler = membership.scheduler
@@ -111,6 +111,8 @@ class LayerRestore(Change):
             self._pass_on()
         if self._state.is_running:
             return
+        if self._phase == "preparing" and not self.is_preparing:
+            self.prepare()
         if self._phase == "waiting":
             self._map_layers()
         if self._phase == "filling" and not self._missing:
@@ -119,19 +121,30 @@ class LayerRestore(Change):
             self._drop_again()
 
     def _pass_on(self) -> None:
-        self._phase, self._is_passed_on = "waiting", True
+        self._phase, self._is_passed_on = "preparing", True
         for member in self._membership.layout.members:
             if member != self._state.me:
                 self._state.send(member, self._job)
 
+    @property
+    def is_preparing(self) -> bool:
+        """Memory is mapped a second time, some granules at once."""
+        return self._phase == "preparing" and self._state.body.memory.is_preparing
+
+    def prepare(self) -> Change:
+        """A piece of it; then weights wait for KV to be gone, between two steps."""
+        memory = self._state.body.memory
+        refusal = memory.prepare(self._state.whole_model)
+        if refusal is not None:
+            self._phase = "refused"
+            _report_refusal(self._state, self._job, refusal)
+        elif not memory.is_preparing:
+            self._phase = "waiting"
+        return self
+
     def _map_layers(self) -> None:
         """Once live KV fits below the mark (released blocks may still be here), map weights."""
         state = self._state
-        refusal = state.body.memory.prepare(state.whole_model)
-        if refusal is not None:
-            self._phase = "refused"
-            _report_refusal(state, self._job, refusal)
-            return
         copies = state.table.vacate(state.spec.kv_units)
         if copies is None:
             return
@@ -139,7 +152,8 @@ class LayerRestore(Change):
             state.body.memory.copy_units(copies)
         self._phase, self._is_mapped = "filling", True
         state.table.set_layers(self._membership.layers, state.spec.kv_units)
-        self._remap_s = state.body.memory.reclaim(state.whole_model).seconds
+        remap = state.body.memory.reclaim(state.whole_model)
+        self._remap_s, self._prepare_s = remap.seconds, remap.prepare_s
         for member in self._job.members:
             if member.instance_id == state.me:
                 for source in member.sources:
@@ -168,6 +182,7 @@ class LayerRestore(Change):
             refusal=None,
             loaded_bytes=self._loaded_bytes,
             remap_s=self._remap_s,
+            prepare_s=self._prepare_s,
             seconds=now_s - self._started_s,
         )
         state.send(None, message)

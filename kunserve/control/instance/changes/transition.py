@@ -1,6 +1,6 @@
 """One instance's part in a change of groups: prepare, commit, switch, exchange (paper 4.2, 4.4).
 
-    prepared -> committing -> exchanging -> over
+    (preparing ->) prepared -> committing -> exchanging -> over
 
 A drop and a restore are the same here: sequences are handed over, layers are dropped or already
 restored, and every request's KV moves from where it lies by the old layout to where it belongs
@@ -42,7 +42,7 @@ from kunserve.core.request import FinishReason
 from kunserve.core.transfer import KvPull
 from kunserve.policy.exchange.moves import MovePlan, choose_piece_blocks, find_obstacle, float_units
 
-Phase: TypeAlias = Literal["prepared", "committing", "exchanging", "over"]
+Phase: TypeAlias = Literal["preparing", "prepared", "committing", "exchanging", "over"]
 Enter: TypeAlias = Callable[[GroupLayout, float], Membership]
 """Has the instance stand in a new group."""
 
@@ -66,7 +66,7 @@ class TransitionMember(Change):
         self._membership = membership
         self._enter = enter
         self._proposal = proposal
-        self._phase: Phase = "prepared"
+        self._phase: Phase = "preparing"
         self._committed_s = 0.0
         self._has_handed_over = False
         self._handovers = Handovers(state, proposal)
@@ -90,22 +90,36 @@ class TransitionMember(Change):
     ) -> "TransitionMember | None":
         """Answer whether the transition can be done here; None if not.
 
-        Nothing changes, but what may fail of the remap is done.
+        Nothing changes, but what may fail of the remap is done, or begun: then the answer is late.
         """
         refusal = obstacle or _find_refusal(state, membership, proposal, now_s)
-        new = _layout_of(state.me, proposal.new)
-        layers = None if new is None else new.layers_of(state.me)
-        if refusal is None and layers is not None:
-            refusal = state.body.memory.prepare(layers)
-        state.send(None, Prepared(proposal.transition_id, state.me, refusal))
         if refusal is not None:
+            state.send(None, Prepared(proposal.transition_id, state.me, refusal))
             return None
         state.specs.update((spec.instance_id, spec) for spec in proposal.specs)
-        return cls(state, membership, enter, proposal, before)
+        begun = cls(state, membership, enter, proposal, before)
+        return begun if begun.prepare() is begun else None
+
+    @property
+    def is_preparing(self) -> bool:
+        """Memory is mapped a second time, some granules at once."""
+        return self._phase == "preparing"
+
+    def prepare(self) -> Change:
+        """Answer when all of it is done; at a refusal nothing has begun."""
+        state, new = self._state, _layout_of(self._state.me, self._proposal.new)
+        layers = None if new is None else new.layers_of(state.me)
+        assert self.is_preparing and layers is not None, (self._phase, self._proposal)
+        refusal = state.body.memory.prepare(layers)
+        if refusal is None and state.body.memory.is_preparing:
+            return self
+        state.send(None, Prepared(self.change_id, state.me, refusal))
+        self._phase = "prepared"
+        return self if refusal is None else self.before
 
     def roll_back(self) -> Change:
         """Forget what was prepared; what loaded the layers gives them back."""
-        assert self._phase == "prepared", "a rollback after the commit"
+        assert self._phase in ("preparing", "prepared"), "a rollback after the commit"
         self._state.body.memory.prepare(self._state.held)
         return self.before.roll_back()
 
@@ -209,6 +223,8 @@ class TransitionMember(Change):
                 freed_bytes=remap.moved_bytes,
                 remap_s=remap.seconds,
                 gap_s=gap_s + remap.seconds,
+                prepare_s=remap.prepare_s,
+                tidy_s=state.await_tidying(proposal.transition_id),
                 sequences=sequences,
                 totals=state.totals.so_far(),
             ),

@@ -1,6 +1,5 @@
 """Device memory and torch: a GPU, or a stand-in for its driver with torch on the CPU."""
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -22,10 +21,9 @@ from kunserve.engine.sampling.sampler import Sampler
 from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.torch.cuda.driver import LIBRARY, Driver
 from kunserve.engine.torch.cuda.pages import DevicePages
-from kunserve.engine.torch.cuda.recorder import TorchRecorder
 from kunserve.engine.torch.decoder import TorchDecoder
 from kunserve.engine.torch.experts import expert_bytes
-from kunserve.engine.torch.graphs import Recorder
+from kunserve.engine.torch.graphs import MIXED_ROWS, Recorder
 from kunserve.engine.torch.histories import HISTORY_BYTES
 from kunserve.engine.torch.ops.reference import ReferenceOps
 from kunserve.engine.torch.ops.table import Ops, sums_bytes
@@ -50,6 +48,11 @@ _DRAW_BYTES = 20
 bans."""
 _SORT_BYTES = 48
 """Of each logit of rows that are sorted: weights, their ids and running sums, and masks."""
+
+
+def _triton() -> Any:
+    """What computes and records on a device. Triton comes with torch for CUDA, and only with it."""
+    return find_extra("attention", "triton", "--device cuda")
 
 
 def _gib(num_bytes: int) -> str:
@@ -89,7 +92,13 @@ class CudaBackend(OneMemory):
         self._recorder = recorder
         self._attention = "fused"
         """As settled."""
-        self.open_pages: OpenPages = functools.partial(DevicePages, self._driver)
+        self._left_bytes = self._driver.memory_bytes()[0]
+        """Of the device, without what is planned to be taken."""
+        self.open_pages: OpenPages = self._open_pages
+
+    def _open_pages(self, num_bytes: int, granule_bytes: int, beside_bytes: int) -> DevicePages:
+        self._left_bytes -= num_bytes + beside_bytes
+        return DevicePages(self._driver, num_bytes, granule_bytes, beside_bytes)
 
     def enter(self) -> None:
         """Let this thread use the device."""
@@ -134,8 +143,8 @@ class CudaBackend(OneMemory):
         if self._attention == "flashinfer":
             logits += self._flashinfer().WORKSPACE_BYTES
         row = spec.hidden_size * spec.dtype_bytes + limits.num_positions // _LEAST_BLOCK_SIZE * 4
-        num_single = limits.most_single_tokens
-        steps = num_single * row + sums_bytes(spec, num_single)
+        num_single, num_mixed = limits.most_single_tokens, min(limits.num_tokens, MIXED_ROWS[-1])
+        steps = (num_single + num_mixed) * row + sums_bytes(spec, num_single)
         experts = expert_bytes(limits.num_tokens, spec)
         return limits.buffer_bytes(spec) + gate_up + logits + drawing + steps + experts
 
@@ -169,14 +178,16 @@ class CudaBackend(OneMemory):
                 spec.name,
             )
             return None
-        return TorchRecorder(self.device) if self.device.type == "cuda" else self._recorder
+        if self.device.type != "cuda":
+            return self._recorder
+        recorder: Recorder = _triton().TorchRecorder(self.device)
+        return recorder
 
     def open_ops(self, spec: ModelSpec, config: InstanceConfig) -> Ops:
         """Triton's kernels on a device; plain torch where it has none."""
         ops: Ops = ReferenceOps(spec)
         if self.device.type == "cuda":
-            # Triton comes with torch for CUDA, and is not there without it.
-            ops = find_extra("attention", "triton", "--device cuda").TritonOps(spec)
+            ops = _triton().TritonOps(spec)
         if config.attention == "flashinfer":
             ops = self._flashinfer().FlashInferOps(spec, ops, self.device)
         return ops
@@ -188,7 +199,14 @@ class CudaBackend(OneMemory):
     def sampler(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms) -> Sampler:
         """See ``Backend``."""
         sampler = TorchSampler(eos_ids, vocab_size, forms, self.device)
-        sampler.warm_up()
+        sampler.warm_up()  # the last that takes memory
+        taken_bytes = self._left_bytes - self._driver.memory_bytes()[0]
+        logger.info(
+            "libraries and recorded steps took %.2f GiB of the device, %.2f with its context were "
+            "assumed",
+            taken_bytes / (1 << 30),
+            _LIBRARIES_BYTES / (1 << 30),
+        )
         return sampler
 
     def synchronize(self, look_up: Callable[[], None] | None = None) -> None:

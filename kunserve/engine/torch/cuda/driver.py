@@ -21,9 +21,9 @@ _READ_WRITE = 3
 _POSIX_FD = 1
 _HAS_VIRTUAL_MEMORY = 102
 _CAN_EXPORT_FD = 103
-_BY_KERNELS = frozenset({700, 701, 709, 710, 714, 715, 716, 717, 718, 719})
+_BY_KERNELS = frozenset({700, 701, 709, 710, 714, 715, 716, 717, 718, 719, 721})
 """Errors of kernels that stay: illegal addresses and instructions, failed assertions."""
-_BY_DEVICES = frozenset({214, 220, 702, 721, 999})
+_BY_DEVICES = frozenset({214, 220, 226, 702, 810, 911, 999})
 """And of the hardware: memory, links, a kernel without end, and what nobody knows."""
 _CAPABILITY = (75, 76)
 _NON_BLOCKING = 1

@@ -82,6 +82,10 @@ class DevicePages:
 
     def map(self, address: int, granules: Granules, populate: bool = False) -> None:
         """See ``Pages``. Device memory is there at once, so ``populate`` changes nothing."""
+        with self._staging.lock:
+            self._map(address, granules)
+
+    def _map(self, address: int, granules: Granules) -> None:
         size = self.granule_bytes
         self._remove_left_overs(address, len(granules))
         slots = range(address, address + len(granules) * size, size)
@@ -101,7 +105,8 @@ class DevicePages:
 
     def unmap(self, address: int, num: int, *, is_moved: bool = False) -> None:
         """See ``Pages``. One call for all."""
-        self._driver.unmap(address, num * self.granule_bytes)
+        with self._staging.lock:
+            self._driver.unmap(address, num * self.granule_bytes)
         self.num_calls += 1
         for number in range(num):
             del self._mapped[address + number * self.granule_bytes]

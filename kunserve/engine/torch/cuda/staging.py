@@ -18,7 +18,8 @@ class Staging:
     def __init__(self, driver: Driver, piece_bytes: int = PIECE_BYTES) -> None:
         self._driver = driver
         self._piece_bytes = piece_bytes
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Held while anything is copied: nothing is mapped or unmapped meanwhile."""
         self._stream = driver.stream()
         self._events = [driver.event(), driver.event()]
         self._pinned = driver.host_alloc(2 * piece_bytes)
@@ -27,7 +28,7 @@ class Staging:
 
     def read(self, spans: Spans, into: Bytes) -> None:
         """Copy out what lies in the spans, one after the other."""
-        with self._lock:
+        with self.lock:
             self._driver.enter()
             position, before = 0, None
             for number, piece in enumerate(self._cut(spans)):
@@ -41,7 +42,7 @@ class Staging:
 
     def write(self, spans: Spans, data: Bytes) -> None:
         """The reverse."""
-        with self._lock:
+        with self.lock:
             self._driver.enter()
             position = 0
             for number, piece in enumerate(self._cut(spans)):
@@ -56,7 +57,7 @@ class Staging:
 
     def copy(self, copies: Copies) -> None:
         """Copy inside device memory, in order."""
-        with self._lock:
+        with self.lock:
             self._driver.enter()
             for target, source, num_bytes in copies:
                 self._driver.copy_inside(target, source, num_bytes, self._stream)

@@ -55,7 +55,12 @@ class ReferenceOps:
     ) -> None:
         """See ``Ops``. One sequence after the other."""
         if batch.host is None:
-            self._attend_single_tokens(layer, q, kv, batch, out)
+            tables, contexts = batch.tables, batch.context_lens
+            if batch.is_mixed:  # each token as a sequence of its own
+                rows = torch.arange(len(q), device=q.device)
+                seqs = torch.searchsorted(batch.q_starts[1:], rows, right=True)
+                tables, contexts = tables[seqs.clamp(max=len(tables) - 1)], batch.positions + 1
+            self._attend_single_tokens(layer, q, kv, tables, contexts, out)
             return
         starts, contexts = batch.host.q_starts.tolist(), batch.host.context_lens.tolist()
         block_size = kv.shape[3]
@@ -78,16 +83,22 @@ class ReferenceOps:
             out[start:end] = mixed.reshape(end - start, -1).to(out.dtype)
 
     def _attend_single_tokens(
-        self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        tables: torch.Tensor,
+        context_lens: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         """All sequences at once, as long as their tables are wide."""
         num, head_dim = len(q), q.shape[-1]
-        units = batch.tables.long() + (layer + self._num_layers)
+        units = tables.long() + (layer + self._num_layers)
         blocks = kv.index_select(0, units.flatten())
         blocks = blocks.view(num, -1, *kv.shape[1:])  # [S, blocks, 2, kv_heads, block, head_dim]
         k, v = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).float()
         k_at = torch.arange(k.shape[2], device=q.device)
-        contexts = batch.context_lens[:, None]
+        contexts = context_lens[:, None]
         hidden = k_at >= contexts
         window = self._spec.window_of(layer)
         if window is not None:

@@ -26,8 +26,8 @@ class DeviceBatch:
     """One microbatch on the device: int32 tensors, copied there in one go."""
 
     host: StepBatch | None
-    """The same for the host. None in a recorded step, whose rows are sequences of one token each:
-    what is computed must follow from shapes and from what lies on the device."""
+    """The same for the host. None in a recorded step: what is computed must follow from shapes and
+    from what lies on the device. Its rows are sequences of one token each, unless ``is_mixed``."""
     token_ids: torch.Tensor
     """[T], or empty where this is not the first stage."""
     positions: torch.Tensor
@@ -44,6 +44,8 @@ class DeviceBatch:
     """[S]."""
     sample_rows: torch.Tensor
     """[n]."""
+    is_mixed: bool = False
+    """Recorded for sequences of any number of tokens, also none. Rows behind them are padding."""
 
     @classmethod
     def of(cls, batch: StepBatch, block_size: int, device: torch.device) -> "DeviceBatch":

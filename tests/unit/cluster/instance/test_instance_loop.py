@@ -403,3 +403,52 @@ def test_no_step_begins_while_kv_is_copied_here(
 def test_a_step_may_begin_when_no_exchange_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instance_loop, "EXCHANGE_PAUSE_S", 1e9)
     assert Paused().num_steps(copies_here=True) > 0
+
+
+# Memory for a change
+
+
+class Preparing(InstanceAgent):
+    """Four pieces are to be mapped; each says whether a step was computed."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.beside: list[bool] = []
+
+    @property
+    def is_preparing(self) -> bool:
+        return len(self.beside) < 4
+
+    def prepare(self, now_s: float) -> None:
+        body = self.state.body
+        assert isinstance(body, Body)
+        self.beside.append(body.is_computing)
+
+
+class AsideBody(Body):
+    def execute(self, work: Any, hidden: Any, look_up: Any = None, meanwhile: Any = None) -> Any:
+        self.is_computing = True
+        if meanwhile is not None:
+            meanwhile()
+        self.is_computing = False
+        return super().execute(work, hidden, look_up)
+
+
+@pytest.mark.parametrize(
+    ("loop", "when_idle", "beside"),
+    [(InstanceLoop, True, False), (DeviceLoop, True, False), (DeviceLoop, False, True)],
+)
+def test_memory_is_mapped_between_steps_or_beside_them(
+    loop: type[InstanceLoop], when_idle: bool, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsideBody, "maps_when_idle", when_idle)
+    monkeypatch.setitem(globals(), "Body", AsideBody)
+    instance = Instance(loop, Preparing)
+    instance.agent.state.step_s = 0.0
+    wires = instance.serve(num_tokens=6)
+    assert isinstance(instance.agent, Preparing)
+    found = instance.agent.beside
+    assert len(found) == 4
+    # Before the group is formed there is nothing that a device could do beside.
+    assert any(found) == beside
+    assert Outputs in [type(what) for what, _ in wires.events]

@@ -4,7 +4,7 @@ import pytest
 
 from kunserve.control.cluster.transition import Phase
 from kunserve.control.cluster.transitions import PATIENCE_S
-from kunserve.core.ids import InstanceId
+from kunserve.core.ids import InstanceId, TransitionId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import (
     Commit,
@@ -13,6 +13,7 @@ from kunserve.core.messages import (
     Prepare,
     Rollback,
     Submit,
+    Tidied,
     TransferProgress,
 )
 from kunserve.core.snapshots import Kind, Outcome
@@ -159,3 +160,18 @@ def test_a_drop_that_was_rolled_back_does_not_keep_its_groups_from_the_next() ->
         InstanceId(0),
         InstanceId(1),
     }
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_what_is_cleared_up_behind_a_transition_is_in_its_record(has_ended: bool) -> None:
+    """Of the slowest member, also when it says so after the end."""
+    brain = at(Phase.EXCHANGING)
+    ((transition_id, _),) = brain.controller.transitions.active.items()
+    if has_ended:
+        brain.exchanged()
+    for number, seconds in ((0, 0.25), (1, 0.125)):
+        brain.tell(number, Tidied(transition_id, InstanceId(number), seconds))
+    brain.tell(0, Tidied(TransitionId(99), InstanceId(0), 9.0))
+    brain.pass_time(0.0)
+    (record,) = brain.controller.transitions.latest()
+    assert record.tidy_s == 0.25 and (record.finished_s is not None) == has_ended

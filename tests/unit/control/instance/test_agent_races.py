@@ -21,6 +21,7 @@ from kunserve.core.messages import (
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.policy.drop.restore import Postponed
 from kunserve_lab.world.actions import Action, CompletePull, Delivery, StartStep
+from kunserve_lab.world.fake_body import FakeBody
 from kunserve_lab.world.world import NOWHERE
 from tests.fake_cluster import FakeCluster, link
 
@@ -299,8 +300,12 @@ def test_a_group_formed_anew_waits_for_the_running_step() -> None:
 # Rollbacks
 
 
-@pytest.mark.parametrize("after", range(8))
-def test_rollback_of_a_prepared_drop(after: int) -> None:
+@pytest.mark.parametrize(("after", "num_pieces"), [*((i, 1) for i in range(8)), (8, 3), (12, 3)])
+def test_rollback_of_a_prepared_drop(
+    after: int, num_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while memory is prepared a piece at a time."""
+    monkeypatch.setattr(FakeBody, "num_pieces", num_pieces)
     cluster = started()
     before = cluster.groups()
     cluster.run_except(lambda action: isinstance(action, Delivery))
@@ -315,8 +320,11 @@ def test_rollback_of_a_prepared_drop(after: int) -> None:
     cluster.finish()
 
 
-@pytest.mark.parametrize("after", range(25))
-def test_rollback_of_a_load_in_every_phase(after: int) -> None:
+@pytest.mark.parametrize(("after", "num_pieces"), [(i, 1 + 3 * (i % 2)) for i in range(25)])
+def test_rollback_of_a_load_in_every_phase(
+    after: int, num_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeBody, "num_pieces", num_pieces)
     cluster, group = merged()
     transition_id = cluster.restore(group)
     begin = cluster.num_actions
@@ -459,3 +467,17 @@ def test_a_request_that_waits_for_the_commit_is_counted_once() -> None:
     agent.report(cluster.now_s)
     (report,) = [out.message for out in agent.outbox if isinstance(out.message, Report)]
     assert report.load.num_received == 1
+
+
+def test_a_member_says_when_it_has_cleared_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeBody, "tidied_s", None)
+    cluster = started()
+    merge(cluster)
+    cluster.pass_time(1.0)
+    cluster.run_until_idle()
+    assert cluster.controller.transitions.latest()[-1].tidy_s == 0.0
+    monkeypatch.setattr(FakeBody, "tidied_s", 0.5)
+    cluster.pass_time(1.0)
+    cluster.run_until_idle()
+    assert cluster.controller.transitions.latest()[-1].tidy_s == 0.5
+    assert all(member.agent.state.untidy_after is None for member in cluster.members.values())

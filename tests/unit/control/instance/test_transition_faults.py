@@ -260,11 +260,12 @@ def test_a_member_cannot(kind: Kind, member: int, monkeypatch: pytest.MonkeyPatc
 
 @on_every_member
 @pytest.mark.parametrize("kind", ["drop", "restore"])
-def test_memory_that_cannot_be_mapped(kind: Kind, member: int) -> None:
-    """The body refuses before the commit, and so nothing has changed."""
+@pytest.mark.parametrize("num_pieces", [1, 3])
+def test_memory_that_cannot_be_mapped(kind: Kind, member: int, num_pieces: int) -> None:
+    """The body refuses before the commit, at once or at its last piece: nothing has changed."""
     scene = Scene.set_up(kind, "asked" if kind == "drop" else "told")
     body = scene.cluster.members[InstanceId(member)].body
-    body.refusal = "no memory"
+    body.refusal, body.num_pieces = "no memory", num_pieces
     scene.cluster.run_until(lambda: scene.outcome != "running")
     assert f"instance {member}: no memory" in scene.outcome
     body.refusal = None

@@ -4,7 +4,9 @@ The CPU would do it without a word, so nothing else here could tell.
 """
 
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +19,16 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.tokens import TokenIds
+from kunserve.engine.attention import StepBatch
 from kunserve.engine.body import EngineBody
+from kunserve.engine.memory.wrap import wrap
 from kunserve.engine.torch.cuda.backend import CudaBackend
-from tests.direct_engine import GREEDY, DirectEngine
+from kunserve.engine.torch.cuda.driver import Driver
+from kunserve.engine.torch.decoder import TorchDecoder
+from kunserve.model.spec import ModelSpec
+from tests.direct_engine import GREEDY, DirectEngine, prepare_all
+from tests.fakecuda.first_bytes import LaunchedOps
+from tests.fakecuda.launches import Launches
 from tests.fakecuda.library import FakeCuda, build
 from tests.strict_device import DEVICE, Mixed, StrictDevice, lies_on_device
 from tests.tape import TapeRecorder
@@ -46,12 +55,14 @@ SAMPLING = (
 )
 
 
-def open_body(folder: Path, number: int, device: torch.device, is_eager: bool) -> EngineBody:
+def open_body(
+    folder: Path, number: int, device: torch.device, is_eager: bool, spec: ModelSpec = SPEC
+) -> EngineBody:
     return EngineBody(
         InstanceId(number),
         ModelConfig(model=str(folder), load_format="dummy", dtype="float32"),
         InstanceConfig(
-            memory_bytes=SPEC.weights_bytes * 2 + MIB,
+            memory_bytes=spec.weights_bytes * 2 + spec.num_layers * MIB // 4,
             block_size=8,
             granule_bytes=FAKE_GRANULARITY_BYTES,
             enforce_eager=is_eager,
@@ -75,7 +86,7 @@ def tokens(folder: Path, device: torch.device, is_eager: bool) -> list[list[list
         found.append(DirectEngine([(pair[0], WHOLE)]).generate(prompts, 8, 32, SAMPLING))
         stages = (LayerRange(0, 2), LayerRange(2, 4))
         for body, keep in zip(pair, stages, strict=True):
-            assert body.memory.prepare(keep) is None
+            assert prepare_all(body.memory, keep) is None
             body.memory.drop(keep)
         halves = DirectEngine(list(zip(pair, stages, strict=True)))
         found.append(halves.generate(prompts, 8, 32, SAMPLING))
@@ -95,6 +106,28 @@ def test_steps_of_a_device_mix_nothing(tmp_path: Path, is_eager: bool) -> None:
         found = tokens(folder, DEVICE, is_eager)
     assert found == expected and strict.num_checked > 1000
     assert found[0] == found[1] == found[2]
+
+
+def test_no_kernel_is_launched_with_a_pointer_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after drops, whatever layers are held: the launcher asks for first bytes."""
+    fake = FakeCuda(FAKE_GRANULARITY_BYTES, 64 * MIB)
+    folder = write_model(SPEC, tmp_path / "model")
+    launched = LaunchedOps(SPEC, fake)
+    monkeypatch.setattr(CudaBackend, "open_ops", lambda *_: launched)
+    expected = tokens(folder, torch.device("cpu"), is_eager=True)
+    assert expected[0] == expected[1] == expected[2] and launched.num_asked > 1000
+    below = wrap_below(fake)
+    with pytest.raises(AssertionError, match="rotate: pointer 0.*cannot be accessed"):
+        launched.rotate(below, torch.zeros(1, 2, 4))
+
+
+def wrap_below(fake: FakeCuda) -> torch.Tensor:
+    """A tensor that begins where nothing is mapped, as units below unit 0 would without a guard."""
+    driver = Driver(library=build())
+    address = driver.reserve(2 * FAKE_GRANULARITY_BYTES, FAKE_GRANULARITY_BYTES)
+    return wrap(address, 2 * FAKE_GRANULARITY_BYTES, torch.device("cpu"))[:8].view(1, 1, 8)
 
 
 def test_what_torch_on_a_device_refuses_is_refused() -> None:
@@ -117,3 +150,42 @@ def test_what_torch_on_a_device_refuses_is_refused() -> None:
             assert not isinstance(one, torch.Tensor) or not lies_on_device(one)
         here.copy_(there)
         assert here.tolist() == [1.0, 1.0, 1.0] and float(here.sum() * 2) == 6.0
+
+
+def launches_of_a_mixed_step(
+    folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, is_eager: bool
+) -> tuple[list[list[int]], int]:
+    """Tokens of decodes with a chunk of a prompt beside them, and what a layer-run asks for."""
+    with closing(open_body(folder, 0, torch.device("cpu"), is_eager, spec)) as body:
+        decoder, counts = body._decoder, []
+        assert isinstance(decoder, TorchDecoder)
+        with monkeypatch.context() as patch:
+            launches, forward = Launches(patch), decoder.forward
+
+            def counted(batch: StepBatch, *given: Any) -> torch.Tensor:
+                before = launches.num
+                with launches:
+                    hidden = forward(batch, *given)
+                if 1 in np.diff(batch.q_starts) and batch.num_tokens > len(batch.rows):
+                    counts.append(launches.num - before)
+                return hidden
+
+            patch.setattr(decoder, "forward", counted)
+            prompts = [[5, 6, 7], [8] * 20, [9] * 15]
+            whole = LayerRange(0, spec.num_layers)
+            found = DirectEngine([(body, whole)]).generate(prompts, 4, 16)
+    assert len(counts) > 1 and len(set(counts)) <= 2, counts
+    return found, max(counts)
+
+
+def test_a_recorded_mixed_step_is_asked_for_in_a_few_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are the same. With the 48 layers of 14B it is 11 launches instead of 625."""
+    FakeCuda(FAKE_GRANULARITY_BYTES, 256 * MIB)
+    spec = replace(SPEC, num_layers=16)
+    folder = write_model(spec, tmp_path / "model")
+    eager, before = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=True)
+    recorded, after = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=False)
+    assert recorded == eager
+    assert before >= 13 * 16 and after <= 7

@@ -25,10 +25,12 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
 from kunserve.engine.torch.cuda.backend import CudaBackend
+from kunserve_extras.triton_ops.attention import part_kernel
 from kunserve_extras.triton_ops.ops import TritonOps
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tiny_models import VOCAB, tiny_model
+from tests.unit.engine.sass import faults
 
 ROOT = Path(__file__).parents[4]
 KERNELS, MODELS = (f"tests/unit/engine/interpreted_{what}.py" for what in ("kernels", "models"))
@@ -89,6 +91,35 @@ def test_so_they_do_in_every_shape(tmp_path: Path) -> None:
         ["-m", "tests.unit.engine.compiled_kernels", "all"], TRITON_CACHE_DIR=str(tmp_path)
     )
     check_fit(output, num_kernels=8 * ATTENTION + 2 * OTHERS)
+
+
+@pytest.mark.slow
+def test_machine_code_is_wide_and_uses_tensor_cores(tmp_path: Path) -> None:
+    """Of every variant of some models: ``make test-gpu-kernels``."""
+    run(["-m", "tests.unit.engine.sass"], TRITON_CACHE_DIR=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sass", "used", "found"),
+    [
+        ("bfloat16", "LDGSTS.E.BYPASS.128 R1; HMMA.16816.F32.BF16 R2", (1024, 128, 0), []),
+        ("bfloat16", "LDG.E.64 R1; HMMA.16816.F32.BF16", (1024, 128, 0), ["no load of 16 bytes"]),
+        ("bfloat16", "LDG.E.128 R1; FFMA R2", (1024, 128, 0), ["no tensor cores"]),
+        ("float32", "LDG.E.128 R1; HMMA.1688.F32.TF32", (0, 9, 0), ["tensor cores for float32"]),
+        (
+            "float32",
+            "LDG.E.128 R1",
+            (1 << 18, 99, 4),
+            ["4 bytes spilled", "262144 bytes"],
+        ),
+    ],
+)
+def test_slow_machine_code_is_seen(
+    dtype: str, sass: str, used: tuple[int, int, int], found: list[str]
+) -> None:
+    told = faults(part_kernel, dtype, {}, sass, used)
+    assert len(told) == len(found)
+    assert all(one.startswith(words) for one, words in zip(told, found, strict=True)), told
 
 
 @pytest.fixture

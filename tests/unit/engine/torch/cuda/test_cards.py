@@ -1,5 +1,6 @@
 """What is said of GPUs that cannot be used, before any weight is read; and shares of one GPU."""
 
+import logging
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,15 @@ def test_a_share_is_of_everything(fake: FakeCuda, folder: Path) -> None:
         taken = fake.used_bytes + 2 * first.account.buffer_bytes
         assert 0.95 * fake_total < taken <= fake_total
         assert first.spec == replace(second.spec, instance_id=InstanceId(0))
+
+
+def test_what_libraries_take_is_measured(
+    fake: FakeCuda, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stand-in has none: nothing is taken but what was planned, and steps on the host."""
+    with caplog.at_level(logging.INFO), closing(open_body(folder, 0, 0.5)) as body:
+        assert "recorded steps took -0.00 GiB of the device, 1.00" in caplog.text
+        assert body.account.buffer_bytes < 2 << 20
 
 
 def test_half_precision_is_for_gpus(fake: FakeCuda, folder: Path) -> None:

@@ -12,10 +12,12 @@ from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
+from kunserve.engine.memory import second_places
 from kunserve.engine.memory.instance_memory import InstanceMemory, RemapFailed
 from kunserve.engine.torch.cuda.driver import DeviceLost, Driver
 from kunserve.engine.torch.cuda.pages import DevicePages
 from kunserve.engine.torch.cuda.staging import Staging
+from tests.direct_engine import prepare_all
 from tests.fakecuda.library import KIB, MIB, FakeCuda
 from tests.specs import model_spec
 
@@ -58,7 +60,7 @@ def memory(driver: Driver) -> Iterator[DeviceMemory]:
 
 
 def test_a_drop_is_prepared_then_one_of_books(memory: DeviceMemory, fake: FakeCuda) -> None:
-    assert memory.prepare(MIDDLE) is None
+    assert prepare_all(memory, MIDDLE) is None
     memory.prove(WHOLE)
     calls = fake.num_calls
     remap = memory.drop(MIDDLE)
@@ -68,7 +70,7 @@ def test_a_drop_is_prepared_then_one_of_books(memory: DeviceMemory, fake: FakeCu
     while memory.arena.num_aliases:
         memory.tidy()
     memory.prove(MIDDLE)
-    assert memory.prepare(WHOLE) is None
+    assert prepare_all(memory, WHOLE) is None
     calls = fake.num_calls
     memory.reclaim(WHOLE)
     assert fake.num_calls == calls
@@ -76,12 +78,12 @@ def test_a_drop_is_prepared_then_one_of_books(memory: DeviceMemory, fake: FakeCu
 
 
 def test_what_is_called_off_costs_nothing(memory: DeviceMemory, fake: FakeCuda) -> None:
-    memory.prepare(MIDDLE)
+    prepare_all(memory, MIDDLE)
     calls = fake.num_calls
-    assert memory.prepare(WHOLE) is None and fake.num_calls == calls
+    assert prepare_all(memory, WHOLE) is None and fake.num_calls == calls
     memory.prove(WHOLE)
     # What is mapped already is used again.
-    memory.prepare(MIDDLE)
+    prepare_all(memory, MIDDLE)
     assert fake.num_calls - calls < 200
     memory.drop(MIDDLE)
     memory.prove(MIDDLE)
@@ -105,13 +107,13 @@ def test_a_refusal_at_any_call_leaves_the_old_state(
     for after in range(200):
         memory = set_up()
         fake.refuse(after, count)
-        refusal = memory.prepare(new)
+        refusal = prepare_all(memory, new)
         fake.refuse_nothing()
         assert memory.held == old
         memory.prove(old)
         if refusal is not None:
             assert "OUT_OF_MEMORY" in refusal
-            assert memory.prepare(new) is None, "it cannot be done again"
+            assert prepare_all(memory, new) is None, "it cannot be done again"
         memory.drop(new) if is_drop else memory.reclaim(new)
         fake.refuse(0, count)
         memory.tidy()  # refused: the old addresses stay a little longer
@@ -226,11 +228,82 @@ def test_a_lost_device_is_no_refusal(memory: DeviceMemory, fake: FakeCuda) -> No
     """Nobody waits for a better moment: there is none."""
     fake.spoil()
     with pytest.raises(DeviceLost):
-        memory.prepare(MIDDLE)
+        prepare_all(memory, MIDDLE)
     fake.spoil(0)
-    assert memory.prepare(MIDDLE) is None
+    assert prepare_all(memory, MIDDLE) is None
     memory.drop(MIDDLE)
     fake.spoil()
     with pytest.raises(DeviceLost):
         memory.tidy()
     fake.spoil(0)
+
+
+def test_memory_is_prepared_and_left_some_granules_at_once(
+    memory: DeviceMemory, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a step waits for is so much, and what it all took is known."""
+    monkeypatch.setattr(second_places, "AT_ONCE", 4)
+    assert memory.tidied_s == 0.0 and not memory.is_preparing
+    pieces = 0
+    while not pieces or memory.is_preparing:
+        before, calls = memory.arena.num_aliases, fake.num_calls
+        assert memory.prepare(MIDDLE) is None
+        assert memory.arena.num_aliases - before <= 4 and fake.num_calls - calls <= 5
+        memory.tidy()  # leaves alone what is wanted
+        memory.prove(WHOLE)
+        pieces += 1
+    assert pieces > 3
+    calls = fake.num_calls
+    remap = memory.drop(MIDDLE)
+    assert fake.num_calls == calls and remap.prepare_s > 0.0 and memory.tidied_s is None
+    while memory.tidied_s is None:
+        before = memory.arena.num_aliases
+        memory.tidy()
+        assert 0 < before - memory.arena.num_aliases <= 4
+    assert memory.tidied_s > 0.0
+    memory.prepare(WHOLE)
+    assert memory.reclaim(WHOLE).moved_bytes < 0, "the rest is done at once"
+    memory.prove(MIDDLE)
+
+
+def test_nothing_is_mapped_while_copies_run(memory: DeviceMemory, fake: FakeCuda) -> None:
+    """Copies of other threads are queued for a moment only, and mapping waits for their end."""
+    stop = threading.Event()
+
+    def copy() -> None:
+        data = np.zeros(8 * memory.unit_bytes, dtype=np.uint8)
+        while not stop.is_set():
+            memory.read_units([(0, 8)], data)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    for layers in 5 * (MIDDLE, WHOLE):
+        prepare_all(memory, layers)
+        memory.drop(layers) if layers == MIDDLE else memory.reclaim(layers)
+        while memory.tidied_s is None:
+            memory.tidy()
+    stop.set()
+    thread.join()
+    assert fake.num_changes_beside_work == 0
+
+
+def test_graphs_that_are_alive_make_no_step_wait_longer_than_a_piece(
+    memory: DeviceMemory, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the costs that others saw: of each call, of each GiB, and of each graph."""
+    monkeypatch.setattr(second_places, "AT_ONCE", 4)
+    fake.slow_down(30_000, 5_000_000, num_graphs=648, ns_each=100)
+    call_ns = 30_000 + 648 * 100 + 8 * KIB * 5_000_000 // (1 << 30)
+    longest_ns = total_ns = 0
+    for layers in (MIDDLE, WHOLE):
+        while memory.prepare(layers) is None:
+            took_ns, before_ns = fake.spent_ns - total_ns, fake.spent_ns
+            longest_ns, total_ns = max(longest_ns, took_ns), before_ns
+            if not memory.is_preparing:
+                break
+        memory.drop(layers) if layers == MIDDLE else memory.reclaim(layers)
+        assert fake.spent_ns == total_ns, "the commit waits for the driver"
+        while memory.tidied_s is None:
+            memory.tidy()
+            longest_ns, total_ns = max(longest_ns, fake.spent_ns - total_ns), fake.spent_ns
+    assert call_ns < longest_ns < 6 * call_ns < total_ns

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kunserve.core.errors import ConfigError
-from kunserve.engine.torch.cuda.recorder import TorchRecorder
+from kunserve_extras.triton_ops.recorder import TorchRecorder
 
 DEVICE = torch.device("cuda", 0)
 

@@ -19,7 +19,7 @@ class TorchRecorder:
         self._device = device
         # The default stream cannot be recorded. Libraries keep memory for each stream, so the work
         # is warmed up in the same one.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], None]) -> None:
@@ -45,4 +45,5 @@ class TorchRecorder:
             raise ConfigError(
                 f"steps cannot be recorded as CUDA graphs: {error}. Start with --enforce-eager"
             ) from error
-        return graph
+        recorded: Graph = graph
+        return recorded
