@@ -241,6 +241,34 @@ class Holders:
                 unfit.add(seq)
         return unfit
 
+    def who_goes_on(self, pool_tokens: int) -> list[Sequence]:
+        """Who takes one more step behind the one under way, if all who run are in that.
+
+        Not those whose next token is their last, whatever it is. None where memory is to be freed.
+        """
+        if self._swap or self.released:
+            return []
+        chosen = []
+        for seq in self._running:
+            if not seq.is_awaiting or seq.state is not Progress.RUNNING:
+                return []
+            if seq.num_tokens + 1 < seq.max_total_tokens and seq.num_tokens < pool_tokens:
+                chosen.append(seq)
+        return chosen
+
+    def secure_next(self, chosen: list[Sequence]) -> bool:
+        """Get all of these the block of the token that they await, or none of them."""
+        size, ledger, holding = self._blocks.block_size, self._ledger, self._blocks.holding
+        edge = [
+            (seq.request_id, holding(seq.num_tokens + 1))
+            for seq in chosen
+            if seq.num_tokens % size == 0
+        ]
+        more = sum(max(0, most - ledger.blocks_of(one)) for one, most in edge)
+        if more > ledger.free_blocks:
+            return False
+        return all([ledger.grow(one, most) for one, most in edge])
+
     def swap_in(self, room: int, *, may_preempt: bool) -> tuple[int, QueueKey | None]:
         """Let swapped ones come back before whoever waits behind them; the parked when it is time.
 

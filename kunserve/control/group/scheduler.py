@@ -4,7 +4,7 @@ Sans-I/O: the driver asks for plans with ``schedule`` and brings results to ``co
 scheduler counts blocks (``Ledger``); instances place them when they run the plans, in order.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
 
 from kunserve.control.arrays import Int32Array
@@ -28,7 +28,7 @@ from kunserve.core.load import LoadReport
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.plan import NOTHING_MEASURED, Measured
 from kunserve.core.prompt_scores import PromptScores
-from kunserve.core.request import FinishReason, Request
+from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch.batch_form import FormBatch, Microbatch
@@ -101,6 +101,8 @@ class Scheduler:
         """At the last ``schedule`` memory was what kept a request from being admitted or run."""
         self._nothing_at: tuple[int, bool] | None = None
         """The ``_version`` at which the last ``schedule`` found nothing."""
+        self._none_fits_at: tuple[int, int] | None = None
+        """The state of queue and memory at which the last ``schedule`` could admit nobody."""
         self._clock = ProgressClock()
         self._scores: list[PromptScores] = []
 
@@ -228,6 +230,38 @@ class Scheduler:
         self.cache.note_computed(in_flight.filled)
         return plan
 
+    def schedule_ahead(self, feeds_back: Callable[[SamplingParams], bool]) -> StepPlan | None:
+        """The next microbatch while the only one runs, if that needs none of its tokens but as inputs.
+
+        So if everybody who runs awaits one, nobody else could run, and nothing is to be freed.
+        ``feeds_back``: whether the body hands such a request's tokens on by itself.
+        """
+        config, in_flight, holders = self._config, self._in_flight, self._holders
+        if not config.async_scheduling or self._num_stages > 1 or config.speculative_config:
+            return None
+        if len(in_flight) != 1 or in_flight.is_ahead or not self._admits_nobody:
+            return None
+        chosen = holders.who_goes_on(self._blocks.tokens_in(self._largest_capacity))
+        most = min(config.max_num_batched_tokens, config.max_num_seqs)
+        if not chosen or len(chosen) > most:
+            return None
+        if not all(feeds_back(seq.request.sampling) for seq in chosen):
+            return None
+        if not holders.secure_next(chosen):
+            return None
+        return in_flight.add_ahead(chosen, self.cache.take_orders())
+
+    def feeds(self) -> Int32Array:
+        """Of the plan that ``schedule_ahead`` gave: which token of the step before is each input."""
+        return self._in_flight.feeds()
+
+    @property
+    def _admits_nobody(self) -> bool:
+        if not self._waiting:
+            return True
+        at = self._waiting.version, self._ledger.version
+        return at == self._none_fits_at and not self._holders.parks
+
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
         """Take a step's sampled tokens; the outputs to stream, with ends detected.
 
@@ -238,6 +272,9 @@ class Scheduler:
         self._residency.now_s = now_s
         for due, step in self._in_flight.complete(result):
             outputs += self._complete_step(due, step, now_s)
+        if self._in_flight.is_ahead:
+            self._in_flight.begin_ahead()
+            self.cache.note_computed(self._in_flight.filled)
         return outputs
 
     def _complete_step(
@@ -374,6 +411,7 @@ class Scheduler:
         decodes, prompts, num_awaiting, context = self._holders.runnable()
         unfit = self._holders.secure(decodes, prompts, may_preempt=self.may_preempt)
         num_waiting = len(self._waiting)
+        self._none_fits_at = None
         if unfit is not None:
             # Memory is short: nobody is admitted, and who did not get a block sits out.
             self.is_memory_short = True
@@ -386,6 +424,8 @@ class Scheduler:
             admissible = self._admission.choose(prompts, may_preempt=self.may_preempt)
             prompts.extend(admissible)
             num_waiting -= len(admissible)
+            if not admissible:
+                self._none_fits_at = self._waiting.version, self._ledger.version
             self.is_memory_short = self._admission.missing_blocks > 0
             if self._holders.parks:
                 decodes = [s for s in decodes if s.state is Progress.RUNNING]

@@ -5,6 +5,7 @@ A driver calls ``on`` for every message, ``next_work`` when the body is idle, ``
 a step is done, and sends what is in ``outbox``. Messages may come while a step runs.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,7 @@ from kunserve.core.messages import (
     TokenOutput,
     TransferProgress,
 )
-from kunserve.core.request import FinishReason
+from kunserve.core.request import FinishReason, SamplingParams
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.transfer import KvPull
 
@@ -74,6 +75,8 @@ class InstanceAgent:
         self._arrivals = Arrivals()
         self._lacks_units = False
         """The next step waits for units that an exchange will free."""
+        self._is_ahead = False
+        """The body has been given a step behind the one that runs."""
         self.is_stopping = False
 
     # What the driver calls
@@ -133,10 +136,44 @@ class InstanceAgent:
             self._advance(now_s)
         return None
 
+    def next_ahead(self, feeds_back: Callable[[SamplingParams], bool]) -> Work | None:
+        """While one step runs: the next, if it needs none of its tokens but as inputs.
+
+        ``finished`` must come for both, in order. ``feeds_back``: see ``Scheduler.schedule_ahead``.
+        What changes groups or memory waits until nothing runs, and nothing runs ahead beside it.
+        """
+        assert self.state.is_running and not self._is_ahead
+        membership = self.membership
+        if membership is None or membership.scheduler is None or membership.ready:
+            return None
+        if membership.head is not None or not self._is_calm:
+            return None
+        plan = membership.scheduler.schedule_ahead(feeds_back)
+        if plan is None:
+            return None
+        step = localize(self.state, self.change, membership, plan, runs_ahead=True)
+        if step is None:  # its blocks must be packed first, while nothing runs
+            membership.ready.append((plan, None))
+            return None
+        self._is_ahead = True
+        return Work(step, None)
+
+    @property
+    def _is_calm(self) -> bool:
+        """Whether nothing is under way here beside steps."""
+        return not (
+            not self._changes.is_empty
+            or self.inbox.has_mail
+            or self.state.to_self
+            or self._forming.is_asked
+            or self._forming.is_forming
+        )
+
     def finished(self, work: Work, outcome: StepOutcome, now_s: float) -> None:
         """The body ran the step."""
         assert self.state.is_running and self.membership is not None
-        self.state.step_ended(now_s)
+        self.state.step_ended(now_s, goes_on=self._is_ahead)
+        self._is_ahead = False
         if isinstance(work.step, StepWork):
             self._forward(self.membership, work.step, outcome, now_s)
         elif (head := self.membership.head) is not None:
@@ -271,13 +308,7 @@ class InstanceAgent:
     def _advance(self, now_s: float) -> None:
         """Read what has become due, and let the change take every step that it can."""
         self._lacks_units = False
-        if not (
-            not self._changes.is_empty
-            or self.inbox.has_mail
-            or self.state.to_self
-            or self._forming.is_asked
-            or self._forming.is_forming
-        ):
+        if self._is_calm:
             return  # as after nearly every step
         while True:
             if not self._form_if_asked(now_s):

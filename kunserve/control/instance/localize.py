@@ -45,11 +45,17 @@ def _free_swapped_out(state: InstanceState, membership: Membership) -> None:
 
 
 def localize(
-    state: InstanceState, change: Change, membership: Membership, plan: StepPlan
+    state: InstanceState,
+    change: Change,
+    membership: Membership,
+    plan: StepPlan,
+    *,
+    runs_ahead: bool = False,
 ) -> StepWork | None:
     """Take and name the blocks of a plan. What it frees is freed before, and once.
 
-    None when the units are there, but scattered between blocks that are in transfer.
+    None when the units are there, but scattered between blocks that are in transfer; or if a plan
+    ``runs_ahead``, between any.
     """
     if membership.freed_step != plan.step_id:
         membership.freed_step = plan.step_id
@@ -66,7 +72,7 @@ def localize(
         if counts.get(request_id, 0) * block_size < end:
             needed = holding(end)
             if counts.get(request_id, 0) < needed:
-                copies = table.grow(request_id, needed)
+                copies = table.grow(request_id, needed, may_compact=not runs_ahead)
                 if copies is None:
                     return None
                 if copies:
@@ -75,15 +81,20 @@ def localize(
     if plan.swapped_out or plan.swapped_in:
         _start_host_copies(state, membership, plan)
     layers, scheduler = membership.layers, membership.scheduler
+    token_ids = feeds = None
+    if scheduler is not None:
+        token_ids = None if runs_ahead else scheduler.token_ids_of(plan)
+        feeds = scheduler.feeds() if runs_ahead else None
     return StepWork(
         plan=plan,
         layers=layers,
         is_first=layers.first == 0,
         is_last=layers.end == state.spec.num_layers,
-        token_ids=None if scheduler is None else scheduler.token_ids_of(plan),
+        token_ids=token_ids,
         tables=table.tables,
         rows=np.array(rows, dtype=np.int32),
         shares_head=membership.head is not None,
+        feeds=feeds,
     )
 
 

@@ -97,10 +97,11 @@ class InstanceState:
         else:
             self.outbox.append(Outgoing(dst, message, hidden))
 
-    def step_ended(self, now_s: float) -> None:
-        """The body computes nothing now."""
-        self.is_running = False
+    def step_ended(self, now_s: float, *, goes_on: bool = False) -> None:
+        """The body computes nothing now, or ``goes_on`` with the next step."""
+        self.is_running = goes_on
         self.step_s = max(now_s - self.began_s, STEP_MEMORY * self.step_s)
+        self.began_s = now_s
 
     def note_preemption(self, request_id: RequestId, lost_tokens: int) -> None:
         """A change cost a request its KV."""

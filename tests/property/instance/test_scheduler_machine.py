@@ -244,7 +244,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.stages = Stages(self.link.capacity_blocks)
         self.stages.salts = self.salts
-        self.plans: deque[tuple[StepPlan, list[int]]] = deque()
+        self.plans: deque[tuple[StepPlan, list[int] | None]] = deque()
+        """With their input tokens; None of one that runs ahead."""
+        self.feeds: list[int] = []
+        """Of the one that runs ahead."""
+        self.sampled: list[int] = []
+        """By the last step that ran."""
         self.results: deque[StepResult] = deque()
 
     @rule(
@@ -316,6 +321,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert start.token_ids == (known if start.sampling.needs_history else ())
         self.plans.append((plan, self.scheduler.token_ids_of(plan).tolist()))
 
+    @rule(keeps_apart=st.booleans())
+    def plan_ahead(self, keeps_apart: bool = False) -> None:
+        """A body that does not feed requests with penalties back, or that does."""
+        is_due = self.scheduler.num_in_flight == 1 and not self.scheduler._in_flight.is_ahead
+        plan = self.scheduler.schedule_ahead(
+            lambda sampling: not (keeps_apart and sampling.presence_penalty)
+        )
+        if plan is None:
+            return
+        assert is_due and self.num_stages == 1 and self.config.speculative_config is None
+        assert not (plan.released or plan.started or plan.swapped_in or plan.swapped_out)
+        assert all(chunk.num_tokens == chunk.num_sampled == 1 for chunk in plan.chunks)
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert len(plan.chunks) <= self.config.max_num_seqs
+        self.feeds = self.scheduler.feeds().tolist()
+        self.plans.append((plan, None))
+
     def check_victim(self, request_id: RequestId, ran: set[RequestId]) -> None:
         """Nobody who goes on is less urgent (where a pause's bound does not ask for more)."""
         if self.link is not NO_HOST:
@@ -328,7 +350,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def execute(self) -> None:
         plan, tokens = self.plans.popleft()
-        self.results.append(self.stages.run(plan, tokens))
+        if tokens is None:
+            tokens = [self.sampled[place] for place in self.feeds]
+        result = self.stages.run(plan, tokens)
+        self.sampled = [token.token_id for token in result.tokens]
+        self.results.append(result)
 
     @precondition(lambda self: self.results)
     @rule()
@@ -350,11 +376,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                     or (len(tokens) + len(request.prompt_token_ids) == self.max_model_len)
                 )
 
-    @rule(count=st.integers(1, 12))
-    def go_on(self, count: int) -> None:
+    @rule(count=st.integers(1, 12), runs_ahead=st.booleans())
+    def go_on(self, count: int, runs_ahead: bool) -> None:
         for _ in range(count):
             self.plan()
             self.scheduler.check()
+            if runs_ahead:
+                self.plan_ahead()
+                self.scheduler.check()
             if self.plans:
                 self.execute()
             if self.results:
@@ -442,7 +471,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
-        assert self.scheduler.num_in_flight == len(self.plans) + len(self.results)
+        num_planned = self.scheduler.num_in_flight + self.scheduler._in_flight.is_ahead
+        assert num_planned == len(self.plans) + len(self.results)
         load = self.scheduler.load(1, len(self.requests), self.now_s)
         live = len(self.requests) - len(self.ended)
         assert load.num_running + load.num_waiting + load.num_stalled == live
