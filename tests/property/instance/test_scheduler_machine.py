@@ -1,6 +1,7 @@
 """Random lives of a scheduler, with stages that check every plan as real ones would."""
 
 from collections import deque
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -244,10 +245,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.stages = Stages(self.link.capacity_blocks)
         self.stages.salts = self.salts
-        self.plans: deque[tuple[StepPlan, list[int] | None]] = deque()
-        """With their input tokens; None of one that runs ahead."""
-        self.feeds: list[int] = []
-        """Of the one that runs ahead."""
+        self.plans: deque[tuple[StepPlan, list[int], bool]] = deque()
+        """With their input tokens; of one that runs ahead which of those sampled before they are."""
         self.sampled: list[int] = []
         """By the last step that ran."""
         self.results: deque[StepResult] = deque()
@@ -319,7 +318,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 *self.outputs[start.request_id],
             )
             assert start.token_ids == (known if start.sampling.needs_history else ())
-        self.plans.append((plan, self.scheduler.token_ids_of(plan).tolist()))
+        self.plans.append((plan, self.scheduler.token_ids_of(plan).tolist(), False))
 
     @rule(keeps_apart=st.booleans())
     def plan_ahead(self, keeps_apart: bool = False) -> None:
@@ -335,8 +334,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(chunk.num_tokens == chunk.num_sampled == 1 for chunk in plan.chunks)
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(plan.chunks) <= self.config.max_num_seqs
-        self.feeds = self.scheduler.feeds().tolist()
-        self.plans.append((plan, None))
+        self.plans.append((plan, self.scheduler.feeds().tolist(), True))
 
     def check_victim(self, request_id: RequestId, ran: set[RequestId]) -> None:
         """Nobody who goes on is less urgent (where a pause's bound does not ask for more)."""
@@ -349,9 +347,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plans)
     @rule()
     def execute(self) -> None:
-        plan, tokens = self.plans.popleft()
-        if tokens is None:
-            tokens = [self.sampled[place] for place in self.feeds]
+        plan, tokens, is_fed = self.plans.popleft()
+        if is_fed:
+            tokens = [self.sampled[place] for place in tokens]
         result = self.stages.run(plan, tokens)
         self.sampled = [token.token_id for token in result.tokens]
         self.results.append(result)
@@ -513,5 +511,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert cached == self.scheduler.cached_blocks
 
 
+class AheadMachine(SchedulerMachine):
+    """Of groups of one stage, where steps run ahead whenever they may."""
+
+    def form(self, num_stages: int, capacity: int, group: int) -> None:
+        self.config = replace(self.config, speculative_config=None, max_num_batched_tokens=12)
+        super().form(1, capacity, group)
+
+    @rule(count=st.integers(5, 15))
+    def run_ahead(self, count: int) -> None:
+        self.go_on(count, runs_ahead=True)
+
+
+TestAhead = AheadMachine.TestCase
+TestAhead.settings = settings(max_examples=examples(100), stateful_step_count=50)
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=examples(100), stateful_step_count=50)
