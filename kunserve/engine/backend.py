@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypedDict
+from typing import Protocol, TypeAlias, TypedDict
 
 import torch
 
@@ -32,6 +32,9 @@ from kunserve.model.packed import WEIGHTS_LAYOUT
 from kunserve.model.spec import ModelSpec
 from kunserve.transport.bulk.movable_memory import WriteGate
 
+Wait: TypeAlias = Callable[[Callable[[], None] | None], None]
+"""Returns when something is computed; meanwhile it calls what it is given often, if anything."""
+
 
 class Loader(Protocol):
     """Fills a model's packed tensors from files."""
@@ -58,6 +61,8 @@ class Backend(Protocol):
     """Whether steps are padded with tokens whose K and V go to the units below unit 0."""
     computes_aside: bool
     """Whether a step is only asked for, and computed while the host does something else."""
+    runs_ahead: bool
+    """Whether a step may be asked for before the last one's tokens are here."""
     keeps_quantised: bool
     """Whether it computes with quantised weights. Else they are expanded when they are loaded."""
     splits_head: bool
@@ -111,8 +116,8 @@ class Backend(Protocol):
         """What chooses tokens."""
         ...
 
-    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
-        """Return when all that was asked for is computed; meanwhile call ``look_up`` often."""
+    def mark(self) -> Wait:
+        """Waits for all that was asked for so far, and for nothing that is asked for later."""
         ...
 
 
@@ -214,6 +219,10 @@ def cpu_loader(reader: Reader, spec: ModelSpec, memory: InstanceMemory) -> Loade
     return loader if file is None else SharedLoader(loader, file, address)
 
 
+def nothing_to_wait_for(look_up: Callable[[], None] | None) -> None:
+    """A ``Wait``: what was asked for was computed at once."""
+
+
 class CpuBackend(OneMemory):
     """Host memory and our C kernels."""
 
@@ -221,6 +230,7 @@ class CpuBackend(OneMemory):
     open_pages: OpenPages = HostPages
     pads_steps = False
     computes_aside = False
+    runs_ahead = False
     keeps_quantised = True
     splits_head = True
     has_panels = True
@@ -269,5 +279,6 @@ class CpuBackend(OneMemory):
         """See ``Backend``."""
         return Sampler(eos_ids, vocab_size, forms)
 
-    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
+    def mark(self) -> Wait:
         """The kernels have ended when they return."""
+        return nothing_to_wait_for

@@ -11,8 +11,10 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import (
     CpuBackend,
     Loader,
+    Wait,
     cpu_loader,
     huge_pages_of,
+    nothing_to_wait_for,
     weights_file_of,
 )
 from kunserve.engine.cpu.decoder import StepLimits
@@ -43,6 +45,7 @@ from kunserve_extras.ranks.shards import ShardReader
 class SeveralRanks:
     """The part of ``Backend`` that is alike whatever device each rank has."""
 
+    runs_ahead = False
     keeps_quantised = False
     splits_head = False
     more_words: tuple[type, ...] = ()
@@ -222,8 +225,9 @@ class RankedBackend(SeveralRanks):
         self._await_others()
         return RankedDecoder(spec, weights, shard, self._members, config.block_size)
 
-    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
+    def mark(self) -> Wait:
         """All ranks have met when a step returns."""
+        return nothing_to_wait_for
 
 
 class _RankedLoader:

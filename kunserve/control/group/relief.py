@@ -267,7 +267,9 @@ class Holders:
         more = sum(max(0, most - ledger.blocks_of(one)) for one, most in edge)
         if more > ledger.free_blocks:
             return False
-        return all([ledger.grow(one, most) for one, most in edge])
+        for request_id, most in edge:
+            ledger.grow(request_id, most)
+        return True
 
     def swap_in(self, room: int, *, may_preempt: bool) -> tuple[int, QueueKey | None]:
         """Let swapped ones come back before whoever waits behind them; the parked when it is time.

@@ -231,7 +231,7 @@ class Scheduler:
         return plan
 
     def schedule_ahead(self, feeds_back: Callable[[SamplingParams], bool]) -> StepPlan | None:
-        """The next microbatch while the only one runs, if that needs none of its tokens but as inputs.
+        """The next microbatch while the only one runs, if it needs its tokens as inputs only.
 
         So if everybody who runs awaits one, nobody else could run, and nothing is to be freed.
         ``feeds_back``: whether the body hands such a request's tokens on by itself.
@@ -252,7 +252,7 @@ class Scheduler:
         return in_flight.add_ahead(chosen, self.cache.take_orders())
 
     def feeds(self) -> Int32Array:
-        """Of the plan that ``schedule_ahead`` gave: which token of the step before is each input."""
+        """Of the plan that ``schedule_ahead`` gave: which sampled token each input is."""
         return self._in_flight.feeds()
 
     @property

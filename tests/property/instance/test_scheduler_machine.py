@@ -246,7 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.stages = Stages(self.link.capacity_blocks)
         self.stages.salts = self.salts
         self.plans: deque[tuple[StepPlan, list[int], bool]] = deque()
-        """With their input tokens; of one that runs ahead which of those sampled before they are."""
+        """With their input tokens; of one that runs ahead which of those sampled last they are."""
         self.sampled: list[int] = []
         """By the last step that ran."""
         self.results: deque[StepResult] = deque()
