@@ -29,6 +29,7 @@ from kunserve_lab.world.actions import (
     CompletePull,
     Delivery,
     FinishStep,
+    RunAhead,
     StartStep,
 )
 from kunserve_lab.world.by_choice import ChosenWorld
@@ -293,7 +294,12 @@ def place_of(action: Action) -> InstanceId | None:
     match action:
         case Delivery(dst=dst):
             return dst
-        case StartStep(instance_id) | FinishStep(instance_id) | CompletePull(instance_id):
+        case (
+            StartStep(instance_id)
+            | RunAhead(instance_id)
+            | FinishStep(instance_id)
+            | CompletePull(instance_id)
+        ):
             return instance_id
 
 

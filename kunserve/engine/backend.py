@@ -61,14 +61,17 @@ class Backend(Protocol):
     """Whether steps are padded with tokens whose K and V go to the units below unit 0."""
     computes_aside: bool
     """Whether a step is only asked for, and computed while the host does something else."""
-    runs_ahead: bool
-    """Whether a step may be asked for before the last one's tokens are here."""
     keeps_quantised: bool
     """Whether it computes with quantised weights. Else they are expanded when they are loaded."""
     splits_head: bool
     """Whether a pipeline's stages compute the output head together."""
     has_panels: bool
     """Whether matrices lie in panels. So all instances of a cluster have them, or none."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be asked for before the last one's tokens are here."""
+        ...
 
     @property
     def other_pids(self) -> tuple[int, ...]:
