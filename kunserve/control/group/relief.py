@@ -2,7 +2,7 @@
 
 import math
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.plan import Measured
+from kunserve.core.request import SamplingParams
 from kunserve.core.step import BlockRun
 from kunserve.policy.batch.cost import batch_cost
 from kunserve.policy.batch.relief import NO_HOST, HostLink, Preemptible, choose_victim
@@ -241,35 +242,35 @@ class Holders:
                 unfit.add(seq)
         return unfit
 
-    def who_goes_on(self, pool_tokens: int) -> list[Sequence]:
-        """Who takes one more step behind the one under way, if all who run are in that.
+    def who_goes_on(
+        self, pool_tokens: int, feeds_back: Callable[[SamplingParams], bool]
+    ) -> list[Sequence]:
+        """Who takes one more step behind the one under way, if all who run are in that, with the
+        memory for it.
 
-        Not those whose next token is their last, whatever it is. None where memory is to be freed.
+        Not those whose next token is their last, whatever it is. None where memory is to be freed,
+        or where one of them needs its token here first.
         """
         if self._swap or self.released:
             return []
-        chosen = []
+        chosen, blocks = [], []
         for seq in self._running:
             if not seq.is_awaiting or seq.state is not Progress.RUNNING:
                 return []
-            if seq.num_tokens + 1 < seq.max_total_tokens and seq.num_tokens < pool_tokens:
-                chosen.append(seq)
+            if seq.num_tokens + 1 >= seq.max_total_tokens or seq.num_tokens >= pool_tokens:
+                continue
+            if not feeds_back(seq.request.sampling):
+                return []
+            chosen.append(seq)
+            if seq.num_tokens % self._blocks.block_size == 0:
+                blocks.append((seq.request_id, self._blocks.holding(seq.num_tokens + 1)))
+        if len(chosen) > min(self._config.max_num_batched_tokens, self._config.max_num_seqs):
+            return []
+        if sum(max(0, n - self._ledger.blocks_of(i)) for i, n in blocks) > self._ledger.free_blocks:
+            return []
+        for request_id, num_blocks in blocks:
+            self._ledger.grow(request_id, num_blocks)
         return chosen
-
-    def secure_next(self, chosen: list[Sequence]) -> bool:
-        """Get all of these the block of the token that they await, or none of them."""
-        size, ledger, holding = self._blocks.block_size, self._ledger, self._blocks.holding
-        edge = [
-            (seq.request_id, holding(seq.num_tokens + 1))
-            for seq in chosen
-            if seq.num_tokens % size == 0
-        ]
-        more = sum(max(0, most - ledger.blocks_of(one)) for one, most in edge)
-        if more > ledger.free_blocks:
-            return False
-        for request_id, most in edge:
-            ledger.grow(request_id, most)
-        return True
 
     def swap_in(self, room: int, *, may_preempt: bool) -> tuple[int, QueueKey | None]:
         """Let swapped ones come back before whoever waits behind them; the parked when it is time.

@@ -76,6 +76,7 @@ class Scheduler:
         self._waiting = waiting = WaitingQueue(blocks)
         self._forming = Forming(config, measured, num_stages, self._waiting, form_batch)
         self._in_flight = InFlight(group_id)
+        self.feeds = self._in_flight.feeds
         self._guessing = Guessing(config, measured, block_size)
         self._residency = Residency(self.totals)
         self._named_size = block_size if config.enable_prefix_caching else NEVER_FULL
@@ -101,8 +102,6 @@ class Scheduler:
         """At the last ``schedule`` memory was what kept a request from being admitted or run."""
         self._nothing_at: tuple[int, bool] | None = None
         """The ``_version`` at which the last ``schedule`` found nothing."""
-        self._none_fits_at: tuple[int, int] | None = None
-        """The state of queue and memory at which the last ``schedule`` could admit nobody."""
         self._clock = ProgressClock()
         self._scores: list[PromptScores] = []
 
@@ -236,31 +235,14 @@ class Scheduler:
         So if everybody who runs awaits one, nobody else could run, and nothing is to be freed.
         ``feeds_back``: whether the body hands such a request's tokens on by itself.
         """
-        config, in_flight, holders = self._config, self._in_flight, self._holders
+        config, in_flight = self._config, self._in_flight
         if not config.async_scheduling or self._num_stages > 1 or config.speculative_config:
             return None
-        if len(in_flight) != 1 or in_flight.is_ahead or not self._admits_nobody:
+        if len(in_flight) != 1 or in_flight.is_ahead or not self._admission.admits_nobody:
             return None
-        chosen = holders.who_goes_on(self._blocks.tokens_in(self._largest_capacity))
-        most = min(config.max_num_batched_tokens, config.max_num_seqs)
-        if not chosen or len(chosen) > most:
-            return None
-        if not all(feeds_back(seq.request.sampling) for seq in chosen):
-            return None
-        if not holders.secure_next(chosen):
-            return None
-        return in_flight.add_ahead(chosen, self.cache.take_orders())
-
-    def feeds(self) -> Int32Array:
-        """Of the plan that ``schedule_ahead`` gave: which sampled token each input is."""
-        return self._in_flight.feeds()
-
-    @property
-    def _admits_nobody(self) -> bool:
-        if not self._waiting:
-            return True
-        at = self._waiting.version, self._ledger.version
-        return at == self._none_fits_at and not self._holders.parks
+        pool_tokens = self._blocks.tokens_in(self._largest_capacity)
+        chosen = self._holders.who_goes_on(pool_tokens, feeds_back)
+        return in_flight.add_ahead(chosen, self.cache.take_orders()) if chosen else None
 
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
         """Take a step's sampled tokens; the outputs to stream, with ends detected.
@@ -411,7 +393,6 @@ class Scheduler:
         decodes, prompts, num_awaiting, context = self._holders.runnable()
         unfit = self._holders.secure(decodes, prompts, may_preempt=self.may_preempt)
         num_waiting = len(self._waiting)
-        self._none_fits_at = None
         if unfit is not None:
             # Memory is short: nobody is admitted, and who did not get a block sits out.
             self.is_memory_short = True
@@ -424,8 +405,6 @@ class Scheduler:
             admissible = self._admission.choose(prompts, may_preempt=self.may_preempt)
             prompts.extend(admissible)
             num_waiting -= len(admissible)
-            if not admissible:
-                self._none_fits_at = self._waiting.version, self._ledger.version
             self.is_memory_short = self._admission.missing_blocks > 0
             if self._holders.parks:
                 decodes = [s for s in decodes if s.state is Progress.RUNNING]

@@ -16,7 +16,7 @@ from kunserve.control.instance.changes.change import Change, ChangeOrder, Change
 from kunserve.control.instance.changes.change_slot import ChangeSlot
 from kunserve.control.instance.changes.formation import FormationSlot
 from kunserve.control.instance.inbox import Inbox, Mail, Moment, is_plain
-from kunserve.control.instance.localize import localize
+from kunserve.control.instance.localize import localize, localize_ahead
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
 from kunserve.control.instance.work import Work
@@ -137,26 +137,17 @@ class InstanceAgent:
         return None
 
     def next_ahead(self, feeds_back: Callable[[SamplingParams], bool]) -> Work | None:
-        """While one step runs: the next, if it needs none of its tokens but as inputs.
+        """While one step runs: the next, if it needs its tokens as inputs only.
 
         ``finished`` must come for both, in order. ``feeds_back``: see ``Scheduler.schedule_ahead``.
-        What changes groups or memory waits until nothing runs, and nothing runs ahead beside it.
+        Nothing runs ahead beside a change of groups or memory, which waits until nothing runs.
         """
         assert self.state.is_running and not self._is_ahead
-        membership = self.membership
-        if membership is None or membership.scheduler is None or membership.ready:
+        if self.membership is None or not self._is_calm:
             return None
-        if membership.head is not None or not self._is_calm:
-            return None
-        plan = membership.scheduler.schedule_ahead(feeds_back)
-        if plan is None:
-            return None
-        step = localize(self.state, self.change, membership, plan, runs_ahead=True)
-        if step is None:  # its blocks must be packed first, while nothing runs
-            membership.ready.append((plan, None))
-            return None
-        self._is_ahead = True
-        return Work(step, None)
+        step = localize_ahead(self.state, self.change, self.membership, feeds_back)
+        self._is_ahead = step is not None
+        return None if step is None else Work(step, None)
 
     @property
     def _is_calm(self) -> bool:

@@ -3,7 +3,7 @@
 Every stage of a group does this for every plan, in the same order, before it runs it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from kunserve.control.instance.body import HostCopy, StepWork
 from kunserve.control.instance.changes.change import Change
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
+from kunserve.core.request import SamplingParams
 from kunserve.core.step import BlockRun, StepPlan
 
 
@@ -96,6 +97,25 @@ def localize(
         shares_head=membership.head is not None,
         feeds=feeds,
     )
+
+
+def localize_ahead(
+    state: InstanceState,
+    change: Change,
+    membership: Membership,
+    feeds_back: Callable[[SamplingParams], bool],
+) -> StepWork | None:
+    """Form and localize the step behind the one that runs, if that can be done while it does."""
+    scheduler = membership.scheduler
+    if scheduler is None or membership.ready or membership.head is not None:
+        return None
+    plan = scheduler.schedule_ahead(feeds_back)
+    if plan is None:
+        return None
+    step = localize(state, change, membership, plan, runs_ahead=True)
+    if step is None:  # blocks must be packed for it first, while nothing runs
+        membership.ready.append((plan, None))
+    return step
 
 
 def _make_room(state: InstanceState, plan: StepPlan) -> None:
