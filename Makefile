@@ -5,6 +5,7 @@
 # make test      install, then check
 # make test-changed   the tests that can tell what this branch has changed
 # make test-clients   anthropic, LangChain and instructor as clients, in an environment of their own
+# make test-vllm      `--engine vllm`, in an environment of its own (brings vLLM: 1.5 GB)
 # make test-openapi   Schemathesis over /openapi.json: no 5xx
 # make test-ray  instances on the nodes of a Ray cluster, on this machine (brings Ray: 240 MB)
 # make test-chart     the Helm chart, rendered and held against schemas
@@ -29,7 +30,7 @@ KERNEL_FILES := $(wildcard kunserve/engine/cpu/kernels/csrc/*) kunserve/engine/c
 # Tests start many processes. Each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-aarch64 test-changed test-clients test-hosts test-kernels test-openapi test-processors test-ray test-chart package experiments report clean
+.PHONY: install demo check check-types check-docs check-tests docs slow chaos chaos-sim hunt test test-aarch64 test-changed test-clients test-hosts test-kernels test-openapi test-processors test-ray test-vllm test-chart package experiments report clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.kernels
@@ -129,6 +130,19 @@ test-clients: install $(CLIENTS)/.installed
 	SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest -c /dev/null --rootdir . \
 	    --confcutdir tests/clients --import-mode importlib -p no:cacheprovider -q tests/clients
 
+# Of their own, because vLLM pins much. VLLM=FOLDER takes one that has it already.
+VLLM ?= .venv-vllm
+VLLM_TESTS := tests/extras/vllm_body tests/e2e/tokens
+$(VLLM)/.kunserve: pyproject.toml
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --editable '.[vllm]' \
+	    'hypothesis>=6.120,<7' 'pytest>=9,<10' 'pytest-timeout>=2.4,<3'
+	@touch $@
+
+# vLLM and what it brings warn of much that is not ours.
+test-vllm: $(VLLM)/.kunserve
+	$(VLLM)/bin/python -m pytest -q -W ignore -k vllm $(VLLM_TESTS)
+
 # Also asks what the page does not allow; an environment of its own, because nothing else wants it.
 OPENAPI := .venv-openapi
 $(OPENAPI)/.installed: Makefile
@@ -213,4 +227,4 @@ report: $(VENV)/.report
 	@$(BIN)/python -m benchmarks.paper.report.build
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(CHART) $(OPENAPI) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CHART) .venv-vllm $(OPENAPI) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist *.egg-info

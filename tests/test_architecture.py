@@ -18,6 +18,7 @@ READS_ENVIRONMENT = {
     "kunserve/cli.py",
     "kunserve/cluster/processes/launch.py",
     "kunserve_extras/ray/session.py",
+    "kunserve_extras/vllm_body/__init__.py",
     "kunserve/engine/cpu/kernels/build.py",
     "kunserve/engine/cpu/kernels/levels.py",
     "kunserve/server/start/flags/environment.py",

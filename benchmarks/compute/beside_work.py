@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.report import Report, Setting
-from benchmarks.serving.peers import Server, say, vllm
+from benchmarks.serving.peer_servers import Server, say, vllm
 from kunserve_lab.bench.server_process import ServerProcess, free_ports, unwinding_on_sigterm
 
 LAYOUTS = {

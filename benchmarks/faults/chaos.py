@@ -5,9 +5,10 @@
 Four real instances serve requests whose tokens are known from an undisturbed run. Meanwhile
 processes are killed, stopped, hung and cut off, words between them are lost, disks are slow,
 clients leave, requests kill the instance that takes them up, and groups are dropped and restored
-by force. The front is stopped now and then, and killed and started again by the same command:
-requests of that moment end for their clients, all others lose nothing. One line of JSON tells the
-counts; the exit code is 1 unless everything is as it must be.
+by force, unless all share one copy of the weights (``--shared-weights``). The front is stopped now
+and then, and killed and started again by the same command: requests of that moment end for their
+clients, all others lose nothing. One line of JSON tells the counts; the exit code is 1 unless
+everything is as it must be.
 """
 
 import asyncio
@@ -76,6 +77,7 @@ class Setting:
     hang_timeout_s: float = 8.0
     heartbeat_timeout_s: float = 5.0
     kills_fronts: bool = True
+    shares_weights: bool = False
 
 
 class Misfortune:
@@ -281,7 +283,8 @@ def front_of(setting: Setting, clients: Clients, place: Path) -> Front:
     )
     temporary = place / "tmp"
     temporary.mkdir(exist_ok=True)
-    order = FrontOrder(config, VOCAB, fake, str(place), str(temporary / "run"))
+    sharers = setting.num_instances if setting.shares_weights else 0
+    order = FrontOrder(config, VOCAB, fake, str(place), str(temporary / "run"), sharers)
     return Front(order, clients.hear, temporary)
 
 
@@ -315,6 +318,7 @@ async def run_chaos(setting: Setting) -> dict[str, object]:
         "seconds": setting.seconds,
         "seed": setting.seed,
         "instances": setting.num_instances,
+        "weights": "shared" if setting.shares_weights else "private",
         "processes": len(misfortune.marks),
         "faults": dict(misfortune.counts),
         "refused": clients.num_refused,
@@ -376,12 +380,22 @@ async def _settled_open_files(front: Front, clients: Clients) -> int:
 @click.option("--seed", default=0)
 @click.option("--fake", is_flag=True, help="Instances without a model.")
 @click.option("--front-kills/--no-front-kills", default=True, help="Whether the front dies too.")
-def main(minutes: float, instances: int, seed: int, fake: bool, front_kills: bool) -> None:
+@click.option("--shared-weights", is_flag=True, help="One copy for all: nothing is dropped.")
+def main(
+    minutes: float, instances: int, seed: int, fake: bool, front_kills: bool, shared_weights: bool
+) -> None:
     """Run it and say the counts."""
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
-    setting = Setting(minutes * 60.0, instances, seed, fake, kills_fronts=front_kills)
+    setting = Setting(
+        minutes * 60.0,
+        instances,
+        seed,
+        fake,
+        kills_fronts=front_kills,
+        shares_weights=shared_weights,
+    )
     result = asyncio.run(run_chaos(setting))
     print(json.dumps(result))
     sys.exit(0 if result["ok"] else 1)

@@ -25,7 +25,7 @@ from kunserve.core import messages
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import InvalidRequest, Overloaded, Unavailable
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.plan import Plan
+from kunserve.core.plan import Measured, Plan
 from kunserve.core.request import FinishReason, Request
 from kunserve.transport.wire import codec
 
@@ -44,6 +44,8 @@ class FrontOrder(msgspec.Struct, frozen=True):
     faults: str
     """The folder that instances obey."""
     run_folder: str
+    weight_sharers: int = 0
+    """Of one copy of the weights; 0: each instance has its own."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +134,7 @@ _NEWS = msgspec.json.Decoder(News)
 async def serve(order: FrontOrder) -> None:
     """Serve until told to leave."""
     cluster = await LocalCluster.start(
-        Plan(order.config),
+        Plan(order.config, Measured(weight_sharers=order.weight_sharers)),
         vocab_size=order.vocab_size,
         fake=order.fake,
         launcher=LocalLauncher(program_of(Path(order.faults))),

@@ -12,6 +12,7 @@ from kunserve_lab.compare.slo import FACTOR, one_base, violations
 ROUNDS, RIVALS, ABOVE = (f"overload-{name}" for name in ("rounds", "every-rival", "above-park"))
 FIRST, SECOND = "overload-first", "overload-second-burst"
 """Both bursts on requests that every system holds. On the second no rule was tuned."""
+WINDOW_S = 200.0
 LATE, P99 = "over the objective", "P99 TTFT (s)"
 SHOWN = ("recompute", "static-pp", "drop", "endless")
 FEW = ("recompute", "drop", "endless")
@@ -62,7 +63,7 @@ def figures(group: AtLoad) -> dict[str, tuple[Pick, str]]:
 def rate(group: AtLoad) -> str:
     """How many requests came per second."""
     run = group.runs[0]
-    return f"{run.num_requests / 200:.2f} req/s"  # over the window of 200 s
+    return f"{run.num_requests / WINDOW_S:.2f} req/s"
 
 
 def _cell(group: AtLoad, system: str, name: str) -> Cell | None:

@@ -28,7 +28,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.report import Report
-from benchmarks.serving.peers import Server, ours, running, say, vllm
+from benchmarks.serving.peer_servers import Server, ours, running, say, vllm
 from kunserve_lab.bench.client import CallSettings
 from kunserve_lab.bench.metrics import compute_metrics
 from kunserve_lab.bench.prompts import TokenIdPrompts, WordPrompts

@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias, TypedDict
 
 import torch
 
-from kunserve.core.config import InstanceConfig
+from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
@@ -24,11 +24,13 @@ from kunserve.engine.memory.weights_file import SharedWeights, WeightsFile
 from kunserve.engine.memory.wrap import wrap
 from kunserve.engine.sampling.sampler import Sampler
 from kunserve.engine.sampling.structured.forms import Forms
+from kunserve.engine.weights.formats import shape_of
 from kunserve.engine.weights.layout import WeightLayout
 from kunserve.engine.weights.loader import WeightLoader, packed_weights
 from kunserve.engine.weights.readers import Reader
 from kunserve.engine.weights.shared_loader import SharedLoader
 from kunserve.model.packed import WEIGHTS_LAYOUT
+from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
 from kunserve.transport.bulk.movable_memory import WriteGate
 
@@ -61,8 +63,8 @@ class Backend(Protocol):
     """Whether steps are padded with tokens whose K and V go to the units below unit 0."""
     computes_aside: bool
     """Whether a step is only asked for, and computed while the host does something else."""
-    keeps_quantised: bool
-    """Whether it computes with quantised weights. Else they are expanded when they are loaded."""
+    hop_rows: int
+    """How many rows of the model's width each token takes to the next stage."""
     splits_head: bool
     """Whether a pipeline's stages compute the output head together."""
     has_panels: bool
@@ -76,6 +78,10 @@ class Backend(Protocol):
     @property
     def other_pids(self) -> tuple[int, ...]:
         """Processes that hold and compute the instance with this one."""
+        ...
+
+    def shape(self, source: ModelSource, model: ModelConfig) -> ModelSpec:
+        """The model's shape, with its weights as they are to lie in memory."""
         ...
 
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
@@ -133,7 +139,19 @@ def weights_in(
     return packed_weights(layout, spec, whole, in_panels=in_panels)
 
 
-class OneMemory:
+class OwnDecoders:
+    """The part of ``Backend`` that is alike where our decoders compute."""
+
+    hop_rows = 1
+    keeps_quantised = False
+    """Whether they compute with quantised weights. Else these are expanded when they are loaded."""
+
+    def shape(self, source: ModelSource, model: ModelConfig) -> ModelSpec:
+        """See ``Backend``."""
+        return shape_of(source, model, keeps=self.keeps_quantised)
+
+
+class OneMemory(OwnDecoders):
     """The part of ``Backend`` that is alike where one process has all of an instance's memory."""
 
     device: torch.device

@@ -44,7 +44,6 @@ from kunserve.engine.sampling.prompt_scorer import PromptScorer
 from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
 from kunserve.engine.step_batch import build_batch, entry_bounds
-from kunserve.engine.weights.formats import shape_of
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids
 from kunserve.model.sharding import spread_over_ranks
@@ -92,7 +91,7 @@ class EngineBody:
         torch.set_num_threads(1)
         source = source or resolve_model(model.model, model.load_format)
         self._backend = backend = backend or CpuBackend()
-        self.model = shape_of(source, model, keeps=backend.keeps_quantised)
+        self.model = backend.shape(source, model)
         self.model = spread_over_ranks(self.model, instance)
         most = _most_of_any_step(self.model, model, scheduler)
         instance = backend.settle(self.model, instance, most)
@@ -122,7 +121,7 @@ class EngineBody:
         self._sampler = backend.sampler(eos_ids, self.model.vocab_size, self._forms)
         self._scorer = PromptScorer(self._decoder)
         self._split_head = SplitHead(self.model, weights, self._decoder.room_for_logits)
-        self._row_bytes = self.model.hidden_size * TORCH_DTYPES[self.model.dtype].itemsize
+        self._row_bytes = backend.hop_rows * self.model.hidden_size * self.model.dtype_bytes
         if backend.splits_head:
             self._spec = replace(self._spec, head=head_shape(self.model))
         self._blocks = self._spec.blocks
@@ -178,7 +177,7 @@ class EngineBody:
 
     def feeds_back(self, sampling: SamplingParams) -> bool:
         """Whether steps may run ahead of such a request's tokens."""
-        if not self._backend.runs_ahead or any(one.is_tidying for one in self.memory.shards):
+        if not self._backend.runs_ahead or self.memory.shards[0].arena.num_aliases:
             return False
         return self._sampler.chooses_alone(sampling)
 

@@ -22,6 +22,9 @@ def open_backend(
     weights that the instance shares with others.
     """
     num_ranks = config.tensor_parallel_size
+    if config.engine != "own":
+        theirs: Backend = find_extra("engines", config.engine, f"--engine {config.engine}")(config)
+        return theirs
     if config.device == "cpu" and num_ranks == 1:
         return CpuBackend(shared)
     backend: Backend

@@ -68,10 +68,11 @@ SUPPORTED_ARCHITECTURES = (
 )
 
 
-def read_spec(source: ModelSource, dtype: str) -> ModelSpec:
+def read_spec(source: ModelSource, dtype: str, *, computed_elsewhere: bool = False) -> ModelSpec:
     """The model's shape, held in ``dtype``.
 
-    Raises UnsupportedModel for what we do not implement, ModelFiles for what cannot be read.
+    Raises UnsupportedModel for what we do not implement, ModelFiles for what cannot be read. Where
+    it is ``computed_elsewhere``, by another engine, only its sizes matter.
     """
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, not {dtype!r}")
@@ -79,7 +80,8 @@ def read_spec(source: ModelSource, dtype: str) -> ModelSpec:
         return spec_from_gguf(read_gguf(source.path), source.name, dtype)
     path = source.path / "config.json"
     values = gemma_values(path, read_json(path))
-    return spec_from_hf(_HfConfig(path, values), source.name, dtype)
+    config = _HfConfig(path, values)
+    return spec_from_hf(config, source.name, dtype, computed_elsewhere=computed_elsewhere)
 
 
 def read_eos_ids(source: ModelSource) -> tuple[int, ...]:
@@ -173,10 +175,13 @@ def _rope_values(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def spec_from_hf(config: _HfConfig, name: str, dtype: str) -> ModelSpec:
+def spec_from_hf(
+    config: _HfConfig, name: str, dtype: str, *, computed_elsewhere: bool = False
+) -> ModelSpec:
     """The shape that a Hugging Face configuration describes."""
-    architecture = _architecture(config)
-    _refuse_unsupported(config)
+    architecture = _architecture(config, computed_elsewhere)
+    if not computed_elsewhere:
+        _refuse_unsupported(config)
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     hidden_size = config.integer("hidden_size")
@@ -274,11 +279,11 @@ def _biases(config: _HfConfig, architecture: str) -> tuple[bool, bool, bool]:
     return biased, biased, config.flag("mlp_bias") and architecture not in _NO_MLP_BIAS
 
 
-def _architecture(config: _HfConfig) -> str:
+def _architecture(config: _HfConfig, is_any: bool) -> str:
     names = config.values.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelFiles(f"{config.path}: 'architectures' is missing, so the model is unknown")
-    if names[0] not in SUPPORTED_ARCHITECTURES:
+    if names[0] not in SUPPORTED_ARCHITECTURES and not is_any:
         raise UnsupportedModel(
             f"{config.path}: architecture {names[0]} is not supported; "
             f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"

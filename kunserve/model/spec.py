@@ -15,6 +15,16 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
+class WeightSizes:
+    """Bytes of weights that lie as another engine's model wants them."""
+
+    embedding_bytes: int
+    layer_bytes: int
+    """Of the largest layer."""
+    head_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder of the Llama family (docs/models.md lists them)."""
 
@@ -56,6 +66,8 @@ class ModelSpec:
     """Whether files hold the two rotated values of a pair side by side (Ernie 4.5)."""
     packed: PackedWeights | None = None
     """How quantised weights lie in memory; None where all have ``dtype``."""
+    sizes: WeightSizes | None = None
+    """Of weights of another engine; None where they lie as ``packed`` says."""
     experts: Experts | None = None
     """In the place of every layer's MLP (Mixtral, OLMoE, Qwen3-MoE)."""
     has_whole_qk_norm: bool = False
@@ -178,22 +190,22 @@ class ModelSpec:
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer's weights."""
-        if self.packed is not None:
-            return self.packed.layer_bytes
+        if (told := self.packed or self.sizes) is not None:
+            return told.layer_bytes
         return self.layer_params * self.dtype_bytes
 
     @property
     def embedding_bytes(self) -> int:
         """Bytes of the token embedding."""
-        if self.packed is not None:
-            return self.packed.embedding_bytes
+        if (told := self.packed or self.sizes) is not None:
+            return told.embedding_bytes
         return self.vocab_size * self.hidden_size * self.dtype_bytes
 
     @property
     def head_bytes(self) -> int:
         """Bytes of the final norm and, unless tied to the embedding, the output head."""
-        if self.packed is not None:
-            return self.packed.head_bytes
+        if (told := self.packed or self.sizes) is not None:
+            return told.head_bytes
         matrix = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
         return (matrix + self.hidden_size) * self.dtype_bytes
 

@@ -11,6 +11,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import (
     CpuBackend,
     Loader,
+    OwnDecoders,
     Wait,
     cpu_loader,
     huge_pages_of,
@@ -42,11 +43,10 @@ from kunserve_extras.ranks.shard_decoder import ShardDecoder
 from kunserve_extras.ranks.shards import ShardReader
 
 
-class SeveralRanks:
+class SeveralRanks(OwnDecoders):
     """The part of ``Backend`` that is alike whatever device each rank has."""
 
     runs_ahead = False
-    keeps_quantised = False
     splits_head = False
     more_words: tuple[type, ...] = ()
     """Which the other ranks are told beside ``control.WORDS``."""

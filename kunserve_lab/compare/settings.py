@@ -162,6 +162,7 @@ _LATER = {
     "reserves_prompts": True,
     "max_num_queued_reqs": None,
     "joined_instances": 1,
+    "hides_host_copies": True,
     "shares_weights": False,
 }
 """Settings of systems that came later, and the values with which nothing is otherwise."""

@@ -49,6 +49,9 @@ class System:
     """``SchedulerConfig.scheduler_reserve_full_isl``."""
     max_num_queued_reqs: int | None = None
     """``ServerConfig.max_num_queued_reqs``; None: that of the setup."""
+    hides_host_copies: bool = True
+    """Whether copies of parked and swapped KV run beside steps, as in InferCept. The engines'
+    bodies make steps wait for them."""
     joined_instances: int = 1
     """So many instances are one under tensor parallelism, with the memory and compute of all."""
 
@@ -283,6 +286,7 @@ def _simulated_only(system: System) -> list[str]:
     asked = (
         ("links without priority", not system.link_priority),
         ("instances ordered under overload", system.autoscales),
+        ("a choice how KV goes to host memory", not system.hides_host_copies),
     )
     unknown = [f"overload.{name}" for name in _changed(system.overload) if name not in _FLAGS]
     return [what for what, is_asked in asked if is_asked] + unknown

@@ -149,7 +149,7 @@ class SimBody:
         self.swapped_out_bytes += num_out * self._spec.unit_bytes
         self.swapped_back_bytes += num_back * self._spec.unit_bytes
         seconds = max(num_out, num_back) * self._spec.unit_bytes / self._profile.host_bytes_per_s
-        if beside_step:
+        if beside_step and self._profile.hides_host_copies:
             self._swap_s += seconds
         else:
             self._blocked_s += seconds

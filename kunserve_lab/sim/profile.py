@@ -50,6 +50,8 @@ class InstanceProfile:
     """From one process to another."""
     codec_token_s: float = 0.1e-6
     """To encode and decode a token's id in a message: measured, 10 and 90 ns of one core."""
+    hides_host_copies: bool = True
+    """Whether copies to and from host memory run beside a step; else the step waits for them."""
     times_alone: StepTimes | None = None
     """While the others rest; None where instances do not share a machine."""
 

@@ -53,6 +53,8 @@ class FaultRun:
 
     minutes: float
     num_instances: int
+    shares_weights: bool
+    """One copy for all instances: nothing could be dropped."""
     num_requests: int
     num_identical: int
     """Answered whole, with the tokens of an undisturbed run."""
@@ -89,6 +91,7 @@ def _fault_run(line: dict[str, object]) -> FaultRun:
     return FaultRun(
         minutes=seconds / 60,
         num_instances=instances,
+        shares_weights=line.get("weights") == "shared",
         num_requests=total(["requests"]),
         num_identical=total(["identical"]),
         num_broken=total(["aborted", "cut", "poisoned"]),
@@ -114,6 +117,8 @@ def faults() -> list[Row]:
             *(run.num_transitions, run.num_faults, run.num_left),
         )
         told = f"{run.minutes:.0f} min, {run.num_instances}"
+        if run.shares_weights:
+            told += ", one copy of the weights"
         rows.append((told, *(f"{count:,}" for count in counts), run.commit))
     if len(rows) == 1:
         rows.append((f"no run is kept: `{CHAOS_COMMAND}`", *("-" for _ in rows[0][1:])))

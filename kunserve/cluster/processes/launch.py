@@ -18,13 +18,14 @@ from kunserve.cluster.processes.run_folder import RunFolder
 from kunserve.cluster.processes.seat import Seat
 from kunserve.cluster.processes.weights_files import WeightsFiles
 from kunserve.control.cluster.requests.quarantine import Blame, blame_of
-from kunserve.core.config import MIB, KunServeConfig
+from kunserve.core.config import MIB, InstanceConfig, KunServeConfig
 from kunserve.core.errors import ConfigError, StartupFailure, TooLittleMemory
 from kunserve.core.faults import Fault, fault_of_exit
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.place import ONE_HOST, Place
 from kunserve.core.plan import Plan
 from kunserve.engine.memory.free_memory import (
+    ENGINE_BYTES,
     PROCESS_BYTES,
     available_bytes,
     front_bytes_left,
@@ -119,7 +120,7 @@ def check_memory(config: KunServeConfig) -> None:
     num_fronts = config.server.api_server_count
     front_bytes = front_bytes_left(num_fronts)
     fronts = f" and {num_fronts} fronts (--api-server-count)" if num_fronts > 1 else ""
-    beside_bytes = instance.tensor_parallel_size * PROCESS_BYTES
+    beside_bytes = _beside_bytes(instance)
     needed = num * (instance.memory_bytes + beside_bytes) + front_bytes
     available = available_bytes()
     if needed > available:
@@ -158,7 +159,7 @@ def check_growth(
     """
     if not _is_memory_known(config):
         return
-    beside_bytes = config.instance.tensor_parallel_size * PROCESS_BYTES
+    beside_bytes = _beside_bytes(config.instance)
     each = config.instance.memory_bytes - weights.own_bytes + beside_bytes
     mapped_bytes = weights.mapped_bytes
     owed = sum(max(0, each - max(0, held_bytes(pid) - mapped_bytes)) for pid in pids)
@@ -170,6 +171,12 @@ def check_growth(
             f"MiB; the machine, or this process's cgroup, has {max(0, left) / MIB:.0f} MiB left "
             "beside what the running instances may still take"
         )
+
+
+def _beside_bytes(instance: InstanceConfig) -> int:
+    """About what an instance's processes take beside its memory."""
+    more_bytes = 0 if instance.engine == "own" else ENGINE_BYTES
+    return instance.tensor_parallel_size * PROCESS_BYTES + more_bytes
 
 
 def _is_memory_known(config: KunServeConfig) -> bool:

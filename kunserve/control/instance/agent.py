@@ -75,8 +75,6 @@ class InstanceAgent:
         self._arrivals = Arrivals()
         self._lacks_units = False
         """The next step waits for units that an exchange will free."""
-        self._is_ahead = False
-        """The body has been given a step behind the one that runs."""
         self.is_stopping = False
 
     # What the driver calls
@@ -137,39 +135,27 @@ class InstanceAgent:
         return None
 
     def next_ahead(self, feeds_back: Callable[[SamplingParams], bool]) -> Work | None:
-        """While one step runs: the next, if it needs its tokens as inputs only.
+        """While one step runs: the next, if it needs its tokens as inputs only, and nothing changes.
 
-        ``finished`` must come for both, in order. ``feeds_back``: see ``Scheduler.schedule_ahead``.
-        Nothing runs ahead beside a change of groups or memory, which waits until nothing runs.
+        ``finished`` comes for both, in order. ``feeds_back``: see ``Scheduler.schedule_ahead``.
         """
-        assert self.state.is_running and not self._is_ahead
-        if self.membership is None or not self._is_calm:
-            return None
-        step = localize_ahead(self.state, self.change, self.membership, feeds_back)
-        self._is_ahead = step is not None
-        return None if step is None else Work(step, None)
+        membership = self.membership if self._is_calm else None
+        return localize_ahead(self.state, self.change, membership, feeds_back)
 
     @property
     def _is_calm(self) -> bool:
         """Whether nothing is under way here beside steps."""
-        return not (
-            not self._changes.is_empty
-            or self.inbox.has_mail
-            or self.state.to_self
-            or self._forming.is_asked
-            or self._forming.is_forming
-        )
+        waits = self.inbox.has_mail or self.state.to_self or self._forming.is_forming
+        return self._changes.is_empty and not waits
 
     def finished(self, work: Work, outcome: StepOutcome, now_s: float) -> None:
         """The body ran the step."""
         assert self.state.is_running and self.membership is not None
-        self.state.step_ended(now_s, goes_on=self._is_ahead)
-        self._is_ahead = False
+        self.state.step_ended(now_s)
         if isinstance(work.step, StepWork):
             self._forward(self.membership, work.step, outcome, now_s)
         elif (head := self.membership.head) is not None:
-            result = head.finished(work.step, outcome)
-            if result is not None:
+            if (result := head.finished(work.step, outcome)) is not None:
                 self._complete(self.membership, result, now_s)
         self._advance(now_s)
 
@@ -299,8 +285,8 @@ class InstanceAgent:
     def _advance(self, now_s: float) -> None:
         """Read what has become due, and let the change take every step that it can."""
         self._lacks_units = False
-        if self._is_calm:
-            return  # as after nearly every step
+        if self._is_calm:  # as after nearly every step
+            return
         while True:
             if not self._form_if_asked(now_s):
                 return

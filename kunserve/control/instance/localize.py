@@ -12,6 +12,7 @@ from kunserve.control.instance.body import HostCopy, StepWork
 from kunserve.control.instance.changes.change import Change
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
+from kunserve.control.instance.work import Work
 from kunserve.core.request import SamplingParams
 from kunserve.core.step import BlockRun, StepPlan
 
@@ -102,20 +103,23 @@ def localize(
 def localize_ahead(
     state: InstanceState,
     change: Change,
-    membership: Membership,
+    membership: Membership | None,
     feeds_back: Callable[[SamplingParams], bool],
-) -> StepWork | None:
+) -> Work | None:
     """Form and localize the step behind the one that runs, if that can be done while it does."""
-    scheduler = membership.scheduler
-    if scheduler is None or membership.ready or membership.head is not None:
+    assert state.is_running and not state.is_ahead
+    if membership is None or membership.ready or membership.head is not None:
         return None
-    plan = scheduler.schedule_ahead(feeds_back)
+    scheduler = membership.scheduler
+    plan = None if scheduler is None else scheduler.schedule_ahead(feeds_back)
     if plan is None:
         return None
     step = localize(state, change, membership, plan, runs_ahead=True)
     if step is None:  # blocks must be packed for it first, while nothing runs
         membership.ready.append((plan, None))
-    return step
+        return None
+    state.is_ahead = True
+    return Work(step, None)
 
 
 def _make_room(state: InstanceState, plan: StepPlan) -> None:

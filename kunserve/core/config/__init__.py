@@ -5,7 +5,7 @@ flag says: a setting is one annotated field.
 from kunserve.core.config.cluster import ClusterConfig, DispatchPolicy
 from kunserve.core.config.flag import GROUPS, Flag
 from kunserve.core.config.front import ChatConfig, LogConfig, ServerConfig
-from kunserve.core.config.instance import CUDA_BLOCK_SIZE, MIB, InstanceConfig
+from kunserve.core.config.instance import CUDA_BLOCK_SIZE, MIB, VLLM_BLOCK_SIZE, InstanceConfig
 from kunserve.core.config.model import ModelConfig
 from kunserve.core.config.overload import OverloadConfig, OverloadPolicy
 from kunserve.core.config.scheduler import (
@@ -18,6 +18,7 @@ __all__ = [
     "CUDA_BLOCK_SIZE",
     "GROUPS",
     "MIB",
+    "VLLM_BLOCK_SIZE",
     "ChatConfig",
     "ClusterConfig",
     "DispatchPolicy",

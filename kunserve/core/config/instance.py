@@ -10,6 +10,8 @@ from kunserve.core.errors import ConfigError
 MIB = 1 << 20
 CUDA_BLOCK_SIZE = 64
 """Larger than on a CPU, because blocks of one layer lie far from each other."""
+VLLM_BLOCK_SIZE = 32
+"""Of which its CPU kernels want a multiple."""
 GPU_MEMORY_UTILIZATION = 0.9
 _instance = partial(Flag, "Instances")
 
@@ -27,6 +29,9 @@ class InstanceConfig:
     device: Annotated[str, _instance(choices=("auto", "cpu", "cuda"))] = "cpu"
     """Where instances compute; with cuda they take the GPUs in turn; auto is cuda where there are
     GPUs that can map memory, and cpu elsewhere."""
+    engine: Annotated[Literal["own", "vllm"], _instance()] = "own"
+    """Whose model classes compute: KunServe's, or vLLM's, which know more models (on CPUs, from
+    Hugging Face folders; it needs `pip install 'kunserve[vllm]'`)."""
     memory_bytes: Annotated[int, _instance("--instance-memory", suits_device=True)] = 1024 * MIB
     """Memory of each instance for weights and KV together [1024MiB; on a GPU see
     --gpu-memory-utilization]."""
@@ -51,7 +56,7 @@ class InstanceConfig:
     kv_cache_memory_bytes: Annotated[int | None, _instance()] = None
     """KV memory of each instance; overrides --instance-memory."""
     block_size: Annotated[int, _instance(least=1, most=256, suits_device=True)] = 16
-    """Tokens in a KV block [16; 64 on a GPU]."""
+    """Tokens in a KV block [16; 64 on a GPU, 32 with --engine vllm]."""
     disable_hybrid_kv_cache_manager: Annotated[bool, _instance()] = True
     """Keep KV of layers with a window (Gemma 2 and 3) whole. With --no-... these layers write over
     what no step reads again, so that more requests fit; it needs --no-enable-prefix-caching, and
@@ -102,6 +107,8 @@ class InstanceConfig:
     @classmethod
     def of_device(cls, device: str, **given: Any) -> "InstanceConfig":
         """What was given, and for the rest what suits the device."""
+        if given.get("engine") == "vllm":
+            given.setdefault("block_size", VLLM_BLOCK_SIZE)
         if device == "cuda":
             given.setdefault("block_size", CUDA_BLOCK_SIZE)
             if not given.keys() & {"memory_bytes", "kv_cache_memory_bytes"}:

@@ -11,6 +11,8 @@ from kunserve.core.config import MIB
 
 PROCESS_BYTES = 224 * MIB
 """Of an instance beside its arena: interpreter, torch, a step's buffers. Measured with SmolLM2."""
+ENGINE_BYTES = 300 * MIB
+"""More of one that computes by another engine's modules: as vLLM's were measured."""
 FRONT_BYTES = 160 * MIB
 """Of the front, as measured after some requests."""
 _ROOT = Path("/")

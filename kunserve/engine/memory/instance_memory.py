@@ -211,11 +211,6 @@ class InstanceMemory:
         """Granules that hold weights while every layer is held."""
         return self.layout.num_bytes
 
-    @property
-    def is_tidying(self) -> bool:
-        """Whether addresses were left that are mapped still."""
-        return self.arena.num_aliases > 0
-
     def tidy(self) -> None:
         """Unmap some addresses that were left. Call it often, between steps."""
         if self._prepared is not None or not self.arena.num_aliases:

@@ -124,6 +124,9 @@ class WeightLayout:
         self._layers = pack_sections(
             layer_shapes(spec), [_by_name(fields or ()) for fields in layers], spec.dtype_bytes
         )
+        if spec.sizes is not None:
+            self.ends = Section({}, spec.embedding_bytes + spec.head_bytes)
+            self._layers = [Section({}, spec.layer_bytes)]
         self.layer_bytes = self._layers[0].num_bytes
         self.layers_offset = _align(self.ends.num_bytes, granule_bytes)
         self.num_bytes = _align(

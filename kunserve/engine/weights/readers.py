@@ -196,13 +196,13 @@ class SafetensorsReader:
     def read_stored(self, piece: Piece) -> StoredRows:
         """A piece whose format is not PLAIN, as it is stored."""
         name = self._place(piece).name
-        scales = self._tensor(name + _SCALE).float().view(-1).numpy()
+        scales = self.tensor(name + _SCALE).float().view(-1).numpy()
         if name + _WORDS in self._file_of:
             # Four values to a word, the first lowest, each 128 too large.
-            words = self._tensor(name + _WORDS).contiguous().view(torch.uint8)
+            words = self.tensor(name + _WORDS).contiguous().view(torch.uint8)
             values = words.numpy() ^ np.uint8(0x80)
         else:
-            values = self._tensor(name).contiguous().view(torch.uint8).numpy()
+            values = self.tensor(name).contiguous().view(torch.uint8).numpy()
         return _parted(StoredRows(values, scales), self._paired_heads.get(piece.name))
 
     def read(self, piece: Piece, destination: torch.Tensor) -> None:
@@ -222,7 +222,7 @@ class SafetensorsReader:
 
     def _stored(self, place: Place) -> torch.Tensor:
         if not place.stack:
-            return self._tensor(place.name)
+            return self.tensor(place.name)
         stacked = self._file(place.name).get_slice(place.name)
         found: torch.Tensor = stacked[place.expert, place.first : place.end]
         return found
@@ -233,7 +233,13 @@ class SafetensorsReader:
         is_plain = is_plain and piece.name not in self._paired_heads
         return self._stored(self._place(piece)) if is_plain else None
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, in order."""
+        return sorted(self._file_of)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As it is stored; no copy."""
         found: torch.Tensor = self._file(name).get_tensor(name)
         return found
 

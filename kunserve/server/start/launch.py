@@ -24,7 +24,8 @@ from kunserve.engine.cpu.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
 from kunserve.model.quantization import kept_quantization
-from kunserve.model.source import resolve_model
+from kunserve.model.source import ModelSource, resolve_model
+from kunserve.model.spec import ModelSpec
 from kunserve.server.http.api_keys import ApiKeys
 from kunserve.server.http.tls import check_certificates
 from kunserve.server.start.app import create_app
@@ -56,7 +57,7 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
     ``run_folder`` is where they outlive this process, see ``LocalCluster.start``.
     """
     source = resolve_model(config.model.model, config.model.load_format)
-    spec = read_spec(source, config.model.dtype)
+    spec = _spec_of(config, source)
     defaults = SamplingDefaults()
     if config.model.generation_config == "auto":
         defaults = read_sampling_defaults(source)
@@ -110,6 +111,14 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
     if shared is not None:
         logger.info("%s", shared)
     return Launched(cluster, tokenizer, defaults, config)
+
+
+def _spec_of(config: KunServeConfig, source: ModelSource) -> ModelSpec:
+    """The model's shape. What its engine cannot do is refused here, before anything starts."""
+    engine = config.instance.engine
+    if engine != "own":
+        find_extra("engine_checks", engine, f"--engine {engine}")(config, source)
+    return read_spec(source, config.model.dtype, computed_elsewhere=engine != "own")
 
 
 async def run_server(config: KunServeConfig) -> None:

@@ -64,6 +64,8 @@ def find_sharers(config: KunServeConfig) -> int:
     why = None
     if instance.device != "cpu":
         why = "GPUs have memory of their own"
+    elif instance.engine != "own":
+        why = f"--engine {instance.engine} loads weights of its own"
     elif cluster.launcher != "local" or cluster.topology is not None:
         why = "instances stand on several hosts"
     elif cluster.pipeline_stages > 1:
@@ -151,8 +153,12 @@ def find_step_cost(
         instance.tensor_parallel_size,
     )
     path = None if scheduler.profile is None else Path(scheduler.profile)
-    cost, origin = None, "no --profile of a GPU (`kunserve profile --device cuda` makes one)"
-    if path is not None or instance.device == "cpu":  # the usual place has profiles of CPUs
+    kind = "a GPU (`kunserve profile --device cuda` makes one)"
+    if instance.engine != "own":
+        kind = f"--engine {instance.engine}"
+    cost, origin = None, f"no --profile of {kind}"
+    # The usual place has profiles of our engine on CPUs.
+    if path is not None or (instance.device, instance.engine) == ("cpu", "own"):
         cost, origin = find_cost(subject, path)
     if cost is not None:
         logger.info("step costs profile=%s", origin)

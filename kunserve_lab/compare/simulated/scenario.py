@@ -213,6 +213,7 @@ def profile_of(system: System, profile: InstanceProfile, step_tokens: int) -> In
         ring = ring_of(model.window, model.period, spec.block_size, step_tokens)
     return replace(
         profile,
+        hides_host_copies=system.hides_host_copies,
         spec=replace(
             spec,
             memory_bytes=spec.memory_bytes + more_units * spec.unit_bytes,

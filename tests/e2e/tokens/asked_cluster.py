@@ -25,6 +25,7 @@ from kunserve.core.messages import TokenOutput
 from kunserve.core.plan import Measured, Plan
 from kunserve.core.request import Request, SamplingParams, TokenLogprobs
 from kunserve.core.tokens import TokenIds
+from tests.running.engines import BLOCKS
 from tests.running.forking import ForkingLauncher
 from tests.tiny_models import VOCAB
 
@@ -144,13 +145,15 @@ def config_of(
     device: str = "cpu",
     trace_out: str | None = None,
     guesses: bool = False,
+    engine: str = "own",
 ) -> KunServeConfig:
     return KunServeConfig(
         model=ModelConfig(model=model, dtype=dtype),  # type: ignore[arg-type]
         instance=InstanceConfig(
             device=device,
+            engine=engine,  # type: ignore[arg-type]
             kv_cache_memory_bytes=kv_bytes,
-            block_size=block_size,
+            block_size=BLOCKS[engine] * block_size,
             granule_bytes=granule_bytes,
         ),
         scheduler=SchedulerConfig(

@@ -18,6 +18,7 @@ from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.engine.memory.free_memory import children_of
 from kunserve.engine.torch.cuda.cards import STAND_IN
+from kunserve.model.spec import DTYPE_BYTES
 from tests.e2e.tokens.asked_cluster import (
     GREEDY,
     NUM_TOKENS,
@@ -34,6 +35,7 @@ from tests.e2e.tokens.asked_cluster import (
 from tests.e2e.tokens.test_kv_ring import ringed
 from tests.e2e.tokens.test_ranked_cluster import ranked
 from tests.fakecuda.library import build
+from tests.running.engines import NEEDS_VLLM
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import VOCAB, tiny_model
 
@@ -149,6 +151,8 @@ class CodePath:
     last_layers: int | None = None
     """Of the last stage of a pipeline of all; None: they are not looked at."""
     quant: Quant | None = None
+    engine: str = "own"
+    dtype: str = "float32"
     on_device: bool = False
     guesses: bool = False
     some_are_right: bool = False
@@ -178,10 +182,11 @@ class CodePath:
             config = config_of(str(file), "bfloat16", 2, 2 * kv_values, granule_bytes=4096)
             return replace(config, model=replace(config.model, quantization="gguf"))
         model.save_pretrained(folder)
+        value_bytes = DTYPE_BYTES[self.dtype]
         trace = str(folder / "trace.json") if self.is_traced else None
         config = config_of(
-            str(folder), "float32", self.num_instances, 4 * kv_values, device=device,
-            lookahead=self.lookahead, trace_out=trace, guesses=self.guesses,
+            str(folder), self.dtype, self.num_instances, value_bytes * kv_values, device=device,
+            lookahead=self.lookahead, trace_out=trace, guesses=self.guesses, engine=self.engine,
         )  # fmt: skip
         return ringed(config) if self.is_ring else ranked(config, self.num_ranks)
 
@@ -235,6 +240,25 @@ RANKS = CodePath(
     waves=(Wave(None, some(0, 6), 3), Wave(1, some(6, 18), 2)),
     after=lose_a_rank,
 )
+# A drop of layers that are small beside blocks of 32 tokens must add a block to each stage.
+BY_VLLM = replace(AHEAD, num_layers=8, engine="vllm", guesses=True, num_blocks=28, last_layers=None)
+VLLM_PATHS = {
+    "by-tokens": replace(BY_VLLM, lookahead=False),
+    "four-stages": replace(FOUR, engine="vllm", num_layers=12, last_layers=None),
+    "bfloat16": replace(
+        BY_VLLM,
+        kind="llama",
+        dtype="bfloat16",
+        waves=(Wave(None, in_turn(some(0, 4)), 3), *FEW[1:], Wave(1, in_turn(some(4, 10)), 2)),
+        is_traced=False,
+        after=nothing_more,
+    ),
+    "prefixes": replace(PREFIXES, engine="vllm", num_layers=8, num_shared_tokens=32),
+    "death": CodePath("qwen3", 8, engine="vllm", num_blocks=28, after=crash),
+    "windows-gemma2": CodePath("gemma2", 8, engine="vllm", num_blocks=28),
+    "experts": replace(EXPERTS, engine="vllm", num_blocks=28, last_layers=None),
+}
+"""Of models with experts float32 only says the same tokens: vLLM's kernels multiply by them."""
 PIPELINE_OF_RANKS = CodePath(
     "qwen3",
     num_ranks=2,
@@ -263,4 +287,5 @@ PATHS = [
     pytest.param(replace(RANKS, kind="llama", num_ranks=4), id="four-ranks", marks=SLOW),
     pytest.param(replace(RANKS, kind="qwen3", on_device=True), id="device-ranks", marks=SLOW),
     pytest.param(PIPELINE_OF_RANKS, id="pipeline-of-ranks", marks=SLOW),
+    *(pytest.param(path, id=f"vllm-{name}", marks=NEEDS_VLLM) for name, path in VLLM_PATHS.items()),
 ]

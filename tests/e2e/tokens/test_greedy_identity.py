@@ -1,7 +1,7 @@
 """Greedy tokens in float32 are those of transformers for every architecture and any batching."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
-from kunserve.engine.backend import CpuBackend
 from kunserve.engine.body import EngineBody
 from kunserve.engine.cpu.decoder import LOGIT_ROWS
 from tests.direct_engine import DirectEngine
+from tests.running.engines import ENGINES, open_engine
 from tests.tiny_models import KINDS, VOCAB, expected_tokens, tiny_model
 from tests.unit.engine.reference_attention import ReferenceBackend
 
@@ -42,42 +42,43 @@ def saved(
     return folder, [expected_tokens(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, saved: tuple[Path, list[list[int]]]) -> str:
+    """Whose model classes compute."""
+    return str(request.param)
+
+
 @contextmanager
 def bodies(
-    folder: Path, num: int = 1, backend: CpuBackend | None = None, **options: object
+    folder: Path, num: int = 1, engine: str = "own", **options: object
 ) -> Iterator[list[EngineBody]]:
-    settings = {"memory_bytes": 8 << 20, "granule_bytes": 8192, "block_size": 8, **options}
-    made = [
-        EngineBody(
-            InstanceId(i),
-            ModelConfig(model=str(folder), dtype="float32"),
-            InstanceConfig(**settings),  # type: ignore[arg-type]
-            backend=backend,
-        )
-        for i in range(num)
-    ]
-    try:
+    with ExitStack() as stack:
+        made = [
+            stack.enter_context(closing(open_engine(folder, i, engine, **options)))
+            for i in range(num)
+        ]
         yield made
         for body in made:
             body.check()
-    finally:
-        for body in made:
-            body.close()
 
 
 @pytest.mark.parametrize(("chunk_size", "turn"), [(1000, 0), (5, 1), (16, 0)])
 def test_batches_chunks_and_blocks_change_nothing(
-    saved: tuple[Path, list[list[int]]], chunk_size: int, turn: int, request: pytest.FixtureRequest
+    saved: tuple[Path, list[list[int]]],
+    engine: str,
+    chunk_size: int,
+    turn: int,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Any two of a kind, a size of chunks and one of blocks meet; in half the cases all do."""
     folder, expected = saved
     block_size = (8, 16)[(SAVED_KINDS.index(request.node.callspec.params["saved"]) + turn) % 2]
-    with bodies(folder, block_size=block_size) as (body,):
-        engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
-        assert engine.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
+    with bodies(folder, engine=engine, block_size=block_size) as (body,):
+        whole = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
+        assert whole.generate(PROMPTS, NUM_TOKENS, chunk_size) == expected
 
 
-def test_guesses_change_nothing(saved: tuple[Path, list[list[int]]]) -> None:
+def test_guesses_change_nothing(saved: tuple[Path, list[list[int]]], engine: str) -> None:
     folder, expected = saved
     texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
 
@@ -87,40 +88,44 @@ def test_guesses_change_nothing(saved: tuple[Path, list[list[int]]]) -> None:
         coming = text[len(tokens) : len(tokens) + 3]
         return [*coming[:num_right], *((one + 1) % VOCAB for one in coming[num_right:])]
 
-    with bodies(folder) as (body,):
+    with bodies(folder, engine=engine) as (body,):
         for num_right in (0, 2, 3):
-            engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
+            whole = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
             guess_some = partial(guess, num_right=num_right)
-            assert engine.generate(PROMPTS, NUM_TOKENS, guess=guess_some) == expected
+            assert whole.generate(PROMPTS, NUM_TOKENS, guess=guess_some) == expected
             steps = -(-(NUM_TOKENS - 1) // (1 + num_right))
-            assert engine.step_id == len(PROMPTS) + steps
+            assert whole.step_id == len(PROMPTS) + steps
 
 
 def test_the_reference_attention_agrees(saved: tuple[Path, list[list[int]]]) -> None:
     folder, expected = saved
-    with bodies(folder, backend=ReferenceBackend()) as (body,):
-        engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
-        assert engine.generate(PROMPTS, NUM_TOKENS, 16) == expected
+    config = InstanceConfig(memory_bytes=8 << 20, granule_bytes=8192, block_size=8)
+    model = ModelConfig(model=str(folder), dtype="float32")
+    with closing(EngineBody(InstanceId(0), model, config, backend=ReferenceBackend())) as body:
+        whole = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
+        assert whole.generate(PROMPTS, NUM_TOKENS, 16) == expected
 
 
-def test_uneven_stages_and_layers_from_a_peer(saved: tuple[Path, list[list[int]]]) -> None:
+def test_uneven_stages_and_layers_from_a_peer(
+    saved: tuple[Path, list[list[int]]], engine: str
+) -> None:
     folder, expected = saved
     ranges = [LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4)]
-    with bodies(folder, 3) as three:
+    with bodies(folder, 3, engine) as three:
         for body, keep in zip(three, ranges, strict=True):
             body.memory.drop(keep)
-        engine = DirectEngine(list(zip(three, ranges, strict=True)))
-        assert engine.generate(PROMPTS, NUM_TOKENS, 7) == expected
+        stages = DirectEngine(list(zip(three, ranges, strict=True)))
+        assert stages.generate(PROMPTS, NUM_TOKENS, 7) == expected
         first, middle, _ = three
         first.memory.reclaim(LayerRange(0, 3))
         for layer in (1, 2):
             first.memory.layer_view(layer)[:] = middle.memory.layer_view(layer)
-        stages = [(first, LayerRange(0, 3)), (three[2], ranges[2])]
-        assert DirectEngine(stages).generate(PROMPTS, NUM_TOKENS, 7) == expected
+        two = DirectEngine([(first, LayerRange(0, 3)), (three[2], ranges[2])])
+        assert two.generate(PROMPTS, NUM_TOKENS, 7) == expected
 
 
 def test_sampling_does_not_depend_on_batching_or_stages(
-    saved: tuple[Path, list[list[int]]],
+    saved: tuple[Path, list[list[int]]], engine: str
 ) -> None:
     folder, _ = saved
     params = [
@@ -129,7 +134,7 @@ def test_sampling_does_not_depend_on_batching_or_stages(
         SamplingParams(100, top_k=5, frequency_penalty=0.5, repetition_penalty=1.3, seed=3),
         SamplingParams(100, min_p=0.1, presence_penalty=0.3, seed=4),
     ]
-    with bodies(folder, 2) as pair:
+    with bodies(folder, 2, engine) as pair:
         whole = DirectEngine([(pair[0], LayerRange(0, NUM_LAYERS))])
         alone = [
             whole.generate([prompt], NUM_TOKENS, 1000, [one])[0]
@@ -143,7 +148,7 @@ def test_sampling_does_not_depend_on_batching_or_stages(
 
 
 def test_scores_of_a_prompt_are_those_of_transformers_however_it_is_cut(
-    saved: tuple[Path, list[list[int]]],
+    saved: tuple[Path, list[list[int]]], engine: str
 ) -> None:
     folder, _ = saved
     prompt = [(37 * i + i * i) % (VOCAB - 3) + 3 for i in range(2 * LOGIT_ROWS + 5)]
@@ -151,7 +156,7 @@ def test_scores_of_a_prompt_are_those_of_transformers_however_it_is_cut(
     with torch.no_grad():
         expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), dim=-1)
     asking = SamplingParams(100, temperature=0.0, num_prompt_logprobs=3)
-    with bodies(folder, 2) as pair:
+    with bodies(folder, 2, engine) as pair:
         whole = DirectEngine([(pair[0], LayerRange(0, NUM_LAYERS))])
         plain = whole.generate([prompt], 2)
         assert whole.generate([prompt], 2, 1000, asking) == plain
@@ -177,12 +182,13 @@ def test_scores_of_a_prompt_are_those_of_transformers_however_it_is_cut(
         assert pipeline.last[0].scores == scores
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["llama", "llama3", "mistral"])
-def test_one_file_or_shards(kind: str, tmp_path: Path) -> None:
+def test_one_file_or_shards(kind: str, engine: str, tmp_path: Path) -> None:
     model: transformers.PreTrainedModel = tiny_model(kind, NUM_LAYERS)
     model.save_pretrained(tmp_path, max_shard_size="150KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    with bodies(tmp_path) as (body,):
-        engine = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
+    with bodies(tmp_path, engine=engine) as (body,):
+        whole = DirectEngine([(body, LayerRange(0, NUM_LAYERS))])
         expected = [expected_tokens(model, PROMPTS[1], NUM_TOKENS)]
-        assert engine.generate(PROMPTS[1:2], NUM_TOKENS) == expected
+        assert whole.generate(PROMPTS[1:2], NUM_TOKENS) == expected

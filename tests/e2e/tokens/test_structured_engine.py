@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from kunserve.cluster.driver.local import LocalCluster
-from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
+from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.messages import TokenOutput
@@ -23,6 +23,7 @@ from kunserve.engine.sampling.structured.grammar import compile_form
 from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
 from tests.direct_engine import DirectEngine
 from tests.e2e.tokens.asked_cluster import config_of, drop_to, restore_when_it_fits
+from tests.running.engines import ENGINES, open_engine
 from tests.running.forking import ForkingLauncher
 from tests.tiny_models import VOCAB, save_tiny, save_tokenizer
 
@@ -64,17 +65,10 @@ def vocabulary(folder: Path) -> LLTokenizer:
     return open_vocabulary((folder / "tokenizer.json").read_text(), VOCAB, [2])
 
 
-@pytest.fixture
-def bodies(folder: Path) -> Iterator[list[EngineBody]]:
-    made = [
-        EngineBody(
-            InstanceId(number),
-            ModelConfig(model=str(folder), dtype="float32"),
-            InstanceConfig(memory_bytes=8 << 20, granule_bytes=8192, block_size=8),
-            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
-        )
-        for number in range(2)
-    ]
+@pytest.fixture(params=ENGINES)
+def bodies(folder: Path, request: pytest.FixtureRequest) -> Iterator[list[EngineBody]]:
+    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
+    made = [open_engine(folder, i, request.param, scheduler=limits) for i in range(2)]
     yield made
     for body in made:
         body.close()
@@ -153,11 +147,13 @@ class Clients:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_through_preemptions_a_drop_a_restore_and_a_death(
-    folder: Path, vocabulary: LLTokenizer
+    folder: Path, vocabulary: LLTokenizer, engine: str
 ) -> None:
     unit_bytes = 2 * 8 * 2 * 32 * 4
-    config = config_of(str(folder), "float32", 2, 24 * NUM_LAYERS * unit_bytes)
+    kv_bytes = 24 * NUM_LAYERS * unit_bytes
+    config = config_of(str(folder), "float32", 2, kv_bytes, engine=engine)
     config = replace(config, cluster=replace(config.cluster, check_invariants=True))
     given = prompts(9)
 

@@ -39,6 +39,7 @@ from tests.e2e.tokens.test_tensor_parallel import (
     open_ranks,
 )
 from tests.fakecuda.library import FakeCuda
+from tests.running.engines import NEEDS_VLLM, open_engine
 from tests.tiny_models import (
     KINDS,
     VOCAB,
@@ -114,7 +115,7 @@ def test_of_a_cluster(path: CodePath, tmp_path: Path, monkeypatch: pytest.Monkey
     measured = Measured(ring=RING) if path.is_ring else None
     answers = run(config, vocab_size, story, measured=measured)
     assert {name for wave in path.waves for name in wave.wanted} <= set(answers.tokens)
-    if path.is_pretrained or path.quant is not None:
+    if path.is_pretrained or path.quant is not None or path.dtype != "float32":
         check_by_calm(config, vocab_size, answers)
     else:
         check_by_transformers(path, answers)
@@ -161,6 +162,10 @@ def open_plain(folder: Path, number: int) -> EngineBody:
     return EngineBody(InstanceId(number), model, config)
 
 
+def by_vllm(folder: Path, number: int) -> EngineBody:
+    return open_engine(folder, number, "vllm")
+
+
 def experts(kind: str, num_ranks: int, expert_parallel: bool, **changes: object) -> Pair:
     def opened(folder: Path, number: int) -> EngineBody:
         return open_ranks(folder, num_ranks, number, expert_parallel=expert_parallel)
@@ -180,6 +185,10 @@ TWICE = (("disk", 1000), ("peer", 5))
 PAIRS = [
     *(pytest.param(Pair(kind, open_plain), id=kind) for kind in SAVED_KINDS),
     *(pytest.param(Pair(kind, open_body, TWICE, (1000,)), id=f"device-{kind}") for kind in KINDS),
+    *(
+        pytest.param(Pair(kind, by_vllm, TWICE, (1000,)), id=f"vllm-{kind}", marks=NEEDS_VLLM)
+        for kind in (*KINDS, "gemma2", "phi3", "mixtral", "qwen3_moe")
+    ),
     pytest.param(Pair("qwen3", on_ranks, TWICE), id="ranks-qwen3"),
     pytest.param(Pair("qwen3", on_device_ranks, TWICE, (1000,)), id="device-ranks-qwen3"),
     pytest.param(

@@ -74,6 +74,19 @@ def test_copies_hide_behind_steps_and_a_slow_link_stretches_them() -> None:
     assert watcher.steps_s >= 0.999 * watcher.copied * block_bytes / 1e8
 
 
+def test_steps_wait_for_copies_that_nothing_hides() -> None:
+    slow = replace(small_profile(), host_bytes_per_s=1e8)
+    world = scenario(LONG_OUTPUTS, profile=slow)
+    hidden = run("swap", world)
+    watcher = StepTimes(slow)
+    waiting = replace(find_system("swap"), hides_host_copies=False)
+    result = simulate(waiting, world, watcher=watcher)
+    assert watcher.copied > 0 and result.metrics.num_completed == 60
+    block_s = slow.spec.num_layers * slow.spec.unit_bytes / 1e8
+    assert watcher.steps_s >= 0.999 * (watcher.compute_s + watcher.copied * block_s)
+    assert result.metrics.duration_s > hidden.metrics.duration_s
+
+
 @pytest.mark.parametrize("host_blocks", [0, 20])
 def test_full_host_memory_falls_back_to_recomputing(host_blocks: int) -> None:
     profile = small_profile()

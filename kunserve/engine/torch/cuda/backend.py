@@ -68,7 +68,6 @@ class CudaBackend(OneMemory):
 
     pads_steps = True
     computes_aside = True
-    keeps_quantised = False
     splits_head = False
     has_panels = False
 

@@ -40,6 +40,6 @@ def test_defaults_that_a_device_chooses_are_told() -> None:
     helps = {one.name: one.help for one in serve_command.params if isinstance(one, ServeFlag)}
     usual = InstanceConfig()
     assert f"[{usual.memory_bytes // MIB}MiB; " in (helps["memory_bytes"] or "")
-    assert f"[{usual.block_size}; {CUDA_BLOCK_SIZE} on a GPU]" in (helps["block_size"] or "")
+    assert f"[{usual.block_size}; {CUDA_BLOCK_SIZE} on a GPU, " in (helps["block_size"] or "")
     on_gpu = InstanceConfig.of_device("cuda")
     assert f"[{on_gpu.gpu_memory_utilization}]" in (helps["gpu_memory_utilization"] or "")

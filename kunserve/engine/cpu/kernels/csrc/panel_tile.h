@@ -11,7 +11,8 @@
 /* Factors are what products read of x. With AVX-512, but without its products of bfloat16, they are
  * floats: x is widened once for many panels, and a vector of w once for a pass. Elsewhere they are x
  * as it lies. */
-#if defined(KUN_BF16) && defined(__AVX512F__) && !defined(__AVX512BF16__) && !defined(AMX_LINEAR)
+#if defined(KUN_BF16) && (defined(__AVX512F__) || PIECE < LANES) && !defined(__AVX512BF16__) && \
+    !defined(AMX_LINEAR)
 #define WIDENS_X
 typedef float factor;
 #else
@@ -73,55 +74,60 @@ INLINE void open_page(const char *at) {
   __builtin_prefetch(at + 3 * PAGE_BYTES + 64, 0, 2);
 }
 
-/* One slot of one step, of all rows: acc += w x. */
-INLINE void add_slot(const int rows, pf (*acc)[4], const int slot, pi w, const char *x,
-                     long x_stride) {
+/* One slot of one step, of all rows and pieces: acc += w x. What is read of x serves all pieces. */
+INLINE void add_slot(const int rows, pf (*acc)[PASS_ROWS][4], const int slot, const char *panel,
+                     const char *x, long x_stride) {
 #ifdef WIDENS_X /* the odd column first, as in `dot_bf16` */
-  pi odd = w & (int32_t)0xffff0000, even = w << 16;
-  UNROLL for (int i = 0; i < rows; i++) {
-    acc[i][slot] = piece_dot_f32(acc[i][slot], odd, piece_spread(x + i * x_stride + 4));
-  }
-  UNROLL for (int i = 0; i < rows; i++) {
-    acc[i][slot] = piece_dot_f32(acc[i][slot], even, piece_spread(x + i * x_stride));
+  UNROLL for (int odd = 1; odd >= 0; odd--) UNROLL for (int p = 0; p < PIECES; p++) {
+    pi w = *(const pi_u *)(panel + p * PIECE * 4);
+    w = odd ? w & (int32_t)0xffff0000 : w << 16;
+    UNROLL for (int i = 0; i < rows; i++) {
+      pi factor_of_all = piece_spread(x + i * x_stride + 4 * odd);
+      acc[p][i][slot] = piece_dot_f32(acc[p][i][slot], w, factor_of_all);
+    }
   }
 #else
-  UNROLL for (int i = 0; i < rows; i++) {
-    acc[i][slot] = NAME(piece_dot)(acc[i][slot], w, piece_spread(x + i * x_stride));
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int p = 0; p < PIECES; p++) {
+    pi w = *(const pi_u *)(panel + p * PIECE * 4);
+    acc[p][i][slot] = NAME(piece_dot)(acc[p][i][slot], w, piece_spread(x + i * x_stride));
   }
 #endif
 }
 
-/* `pieces` from the `first` on; `lines` (a constant) of `next` are fetched in each step of the very
- * first. */
-INLINE void panel_pieces_of(const int rows, const int lines, vf *out, const char *panel,
-                            const char *x, long x_stride, long steps, const char *next,
-                            const int first, const int pieces) {
+/* The slots `slot`, `slot` + `each`, ...; with `each` 2 their sums are added to `out`'s. `lines` (a
+ * constant) of `next` are fetched in each step of the very first. */
+INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char *panel,
+                           const char *x, long x_stride, long steps, const char *next,
+                           const int slot, const int each) {
   pf acc[PIECES][PASS_ROWS][4];
-  UNROLL for (int p = 0; p < pieces; p++) UNROLL for (int i = 0; i < rows; i++) {
-    UNROLL for (int c = 0; c < 4; c++) acc[p][i][c] = (pf){};
+  UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
+    UNROLL for (int c = slot; c < 4; c += each) acc[p][i][c] = (pf){};
   }
   for (long s = 0; s < steps; s++, panel += PANEL_STEP) {
-    if (lines == OPEN_PAGES && first == 0) open_page(panel);
-    UNROLL for (int line = 0; line < lines && first == 0; line++) {
+    if (lines == OPEN_PAGES && slot == 0) open_page(panel);
+    UNROLL for (int line = 0; line < lines && slot == 0; line++) {
       __builtin_prefetch(next + (s * lines + line) * 64, 0, 2);
     }
-    UNROLL for (int c = 0; c < 4; c++) UNROLL for (int p = 0; p < pieces; p++) {
-      pi w = *(const pi_u *)(panel + c * 64 + (first + p) * PIECE * 4);
-      add_slot(rows, acc[p], c, w, x + s * FACTOR_STEP + c * (FACTOR_STEP / 4), x_stride);
+    UNROLL for (int c = slot; c < 4; c += each) {
+      add_slot(rows, acc, c, panel + c * 64, x + s * FACTOR_STEP + c * (FACTOR_STEP / 4), x_stride);
     }
   }
-  UNROLL for (int p = 0; p < pieces; p++) UNROLL for (int i = 0; i < rows; i++) {
+  UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
     pf *sums = acc[p][i];
-    *piece_of(out + i, first + p) = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    pf_u *to = piece_of(out + i, p);
+    if (each == 1) *to = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    else if (slot == 0) *to = sums[0] + sums[2];
+    else *to += sums[1] + sums[3];
   }
 }
 
-/* One row's sums fit the registers whole, and memory is read once. */
+/* One row's sums fit the registers whole, and memory is read once. Where registers are small more
+ * rows take two slots at a time, so that what is read of x still serves both pieces. */
 INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *panel,
                           const char *x, long x_stride, long steps, const char *next) {
-  const int pieces = rows == 1 ? PIECES : 1;
-  UNROLL for (int first = 0; first < PIECES; first += pieces) {
-    panel_pieces_of(rows, lines, out, panel, x, x_stride, steps, next, first, pieces);
+  const int each = rows == 1 || PIECES == 1 ? 1 : 2;
+  UNROLL for (int slot = 0; slot < each; slot++) {
+    panel_slots_of(rows, lines, out, panel, x, x_stride, steps, next, slot, each);
   }
 }
 

@@ -1,0 +1,118 @@
+"""``StepDecoder`` by vLLM's modules: the layers of a stage, over units that are ours."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kunserve.core.layout import LayerRange
+from kunserve.engine.attention import TORCH_DTYPES
+from kunserve.engine.cpu.decoder import StepBatch, StepLimits
+from kunserve.engine.cpu.kernels.library import set_num_threads
+from kunserve.engine.cpu.logit_room import LogitRoom
+from kunserve.model.spec import ModelSpec
+from kunserve_extras.vllm_body.release import Hop, Model
+from kunserve_extras.vllm_body.step_arrays import step_arrays
+
+
+class VllmDecoder:
+    """Runs steps over the layers of a stage. One step at a time; not thread-safe."""
+
+    fused = None
+    """See ``StepDecoder``."""
+
+    def __init__(
+        self, spec: ModelSpec, model: Model, kv: torch.Tensor, block_size: int, num_threads: int
+    ) -> None:
+        """``kv`` are the bytes of all units, from ``num_layers`` units below unit 0 on."""
+        self._spec = spec
+        self._model = model
+        self._block_size = block_size
+        self._dtype = TORCH_DTYPES[spec.dtype]
+        shape = (-1, model.num_kv_heads, block_size, 2 * model.head_size)
+        self._units = kv.view(self._dtype).view(shape)
+        model.bind_kv(self._units)
+        self._range = LayerRange(0, spec.num_layers)
+        self._logits = LogitRoom(spec.vocab_size)
+        for product in model.head_products():
+            product.room = self._logits.part
+        self._passing_bytes = 0
+        set_num_threads(num_threads)
+        torch.set_num_threads(num_threads)  # attention's
+
+    def reserve(self, limits: StepLimits) -> None:
+        """See ``StepDecoder``. Activations are taken anew in each step."""
+        self._logits.reserve(limits.num_sampled)
+        self._passing_bytes = limits.buffer_bytes(self._spec)
+        if limits.num_tokens:
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """What is made once is made before the first request: a token in unit 0, which is free."""
+        zero, one = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
+        starts = np.array([0, 1], dtype=np.int32)
+        batch = StepBatch(zero, zero, zero[None], zero, starts, one, zero)
+        self.logits(batch, self.forward(batch, self.embed(batch)))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of logits, and about that of activations."""
+        return max(self._logits.num_bytes, self._passing_bytes)
+
+    def set_layers(self, layers: LayerRange) -> None:
+        """The layers that ``forward`` computes from now on; all of them at first."""
+        self._range = layers
+
+    def embed(self, batch: StepBatch) -> torch.Tensor:
+        """No column of each: the first stage's ``forward`` has the model embed."""
+        return torch.empty(batch.num_tokens, 0, dtype=self._dtype)
+
+    def forward(
+        self,
+        batch: StepBatch,
+        hidden: torch.Tensor,
+        between_layers: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """The stage's layers; what goes to the next stage, or at the end normalised rows."""
+        batch.check()
+        if batch.num_tokens == 0:
+            return hidden
+        width = self._spec.hidden_size
+        arrays = step_arrays(batch, self._block_size, self._spec.num_layers)
+        for block in arrays.begun:
+            # Attention multiplies what lies behind a context by 0. In memory that was weights, or
+            # of a request that failed, there may be what that makes NaN of.
+            self._units[block + self._range.first : block + self._range.end].zero_()
+        hop: Hop | None = None
+        token_ids = None
+        if self._range.first:
+            hop = tuple(part.contiguous() for part in hidden.split(width, dim=1))
+        else:
+            token_ids = torch.from_numpy(batch.token_ids)
+        runs = [self._range]
+        if between_layers is not None:
+            runs = [LayerRange(layer, layer + 1) for layer in range(*self._range)]
+        with self._model.step(arrays) as run:
+            for layers in runs:
+                hop = run(layers, token_ids, hop)
+                if between_layers is not None:
+                    between_layers()
+        assert hop is not None
+        if self._range.end == self._spec.num_layers:
+            return hop[0]
+        return torch.cat(hop, dim=1)
+
+    def logits(self, batch: StepBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [n, vocab] of ``batch.sample_rows``. Overwritten by the next call."""
+        return self.logits_of(batch.sample_rows, hidden)
+
+    def logits_of(self, which: npt.NDArray[np.integer[Any]], hidden: torch.Tensor) -> torch.Tensor:
+        """As ``logits``, of these rows of ``hidden``."""
+        rows = hidden.index_select(0, torch.from_numpy(which))
+        return self._model.logits(rows).contiguous()
+
+    def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
+        """See ``StepDecoder``."""
+        return self._logits.part(num_rows, width)

@@ -1,0 +1,63 @@
+"""How a model's matrices lie and are multiplied by: as our kernels do, in vLLM's modules.
+
+Where vLLM's own multiply, a row's bits depend on how many rows there are, and most of them keep a
+copy of the weights that is nobody's to drop. Ours read what is in the arena and nothing else, and
+a row's bits depend on the row alone, on every kind of processor.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from kunserve.engine.cpu.kernels.ops import Finish, linear
+from kunserve.engine.cpu.kernels.panels import PanelMatrix
+
+Room = Callable[[int, int], torch.Tensor]
+"""Gives float32 [rows, width]."""
+
+
+class Product(Protocol):
+    """What a module calls with its rows, its weight and its bias."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``x`` [.., k] times ``weight`` [n, k] transposed, and ``bias`` [n]."""
+        ...
+
+
+def is_known(weight: torch.Tensor) -> bool:
+    """Whether our kernels multiply by such a matrix."""
+    if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    return weight.is_contiguous() and weight.shape[1] * weight.element_size() % 16 == 0
+
+
+def put_in_panels(weight: torch.Tensor) -> Product:
+    """The matrix's bytes become panels where they lie; by what such a one is multiplied."""
+    PanelMatrix(weight).put_into_panels()
+    return _by_panels
+
+
+def _by_panels(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return linear(rows, PanelMatrix(weight), bias).view(*x.shape[:-1], len(weight))
+
+
+class HeadProduct:
+    """By an output head, which may be the embedding too and so lies row by row.
+
+    The logits are float32, not rounded to the model's type as vLLM's are.
+    """
+
+    def __init__(self) -> None:
+        self.room: Room = torch.empty
+        """What it gives is used until the next call."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See ``Product``."""
+        out = self.room(len(x), len(weight))
+        return linear(x.contiguous(), weight, bias, out=out, finish=Finish.FLOAT)

@@ -1,0 +1,97 @@
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from kunserve.core.config import ClusterConfig, InstanceConfig, KunServeConfig, ModelConfig
+from kunserve.core.errors import ConfigError, UnsupportedModel
+from kunserve.model.source import ModelSource
+from kunserve_extras.vllm_body.refusals import (
+    check_model,
+    check_release,
+    installed_version,
+    model_refused,
+    setting_refused,
+)
+from tests.tiny_models import save_tiny
+
+BY_VLLM = InstanceConfig.of_device("cpu", engine="vllm")
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1rc1", "0.33.2+cpu"])
+def test_releases_that_are_known(found: str) -> None:
+    check_release(found)
+
+
+@pytest.mark.parametrize("found", ["0.31.9", "0.34.0", "1.0", "nightly", None])
+def test_other_releases_are_refused(found: str | None) -> None:
+    with pytest.raises(ConfigError, match="--engine vllm"):
+        check_release(found)
+
+
+def test_either_package_is_vllm() -> None:
+    def find(name: str) -> str:
+        if name != "vllm":
+            raise PackageNotFoundError(name)
+        return "0.33.0"
+
+    def find_nothing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    assert installed_version(find) == "0.33.0"
+    assert installed_version(find_nothing) is None
+
+
+def test_blocks_are_what_its_kernels_want() -> None:
+    assert BY_VLLM.block_size == 32
+    assert InstanceConfig.of_device("cpu", engine="vllm", block_size=64).block_size == 64
+    assert InstanceConfig.of_device("cpu").block_size == 16
+
+
+def test_plain_settings_are_served() -> None:
+    assert setting_refused(KunServeConfig(instance=BY_VLLM)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (KunServeConfig(instance=replace(BY_VLLM, device="cuda")), "--device"),
+        (
+            KunServeConfig(instance=replace(BY_VLLM, tensor_parallel_size=2, num_threads=2)),
+            "--tensor-parallel-size",
+        ),
+        (KunServeConfig(instance=replace(BY_VLLM, attention="flashinfer")), "--attention-backend"),
+        (KunServeConfig(instance=replace(BY_VLLM, block_size=48)), "multiple of 32"),
+        (KunServeConfig(instance=replace(BY_VLLM, weights="shared")), "--weights"),
+        (KunServeConfig(ModelConfig(dtype="float16"), instance=BY_VLLM), "bfloat16"),
+        (KunServeConfig(ModelConfig(quantization="gguf"), instance=BY_VLLM), "--quantization"),
+        (KunServeConfig(cluster=ClusterConfig(launcher="ray"), instance=BY_VLLM), "one machine"),
+    ],
+)
+def test_settings_that_are_refused(config: KunServeConfig, told: str) -> None:
+    assert told in str(setting_refused(config))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"kv_lora_rank": 512}, "MLA"),
+        ({"vision_config": {}}, "images"),
+        ({"is_encoder_decoder": True}, "encoder"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "state"),
+        ({"mamba_d_state": 16}, "state"),
+        ({"num_kv_shared_layers": 4}, "share KV"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "EAGLE"),
+    ],
+)
+def test_models_that_are_refused(values: dict[str, object], told: str) -> None:
+    assert told in str(model_refused({"architectures": ["LlamaForCausalLM"], **values}))
+
+
+def test_a_folder_is_served_and_a_gguf_file_is_not(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    check_model(ModelSource("tiny", folder, "safetensors"))
+    with pytest.raises(UnsupportedModel, match="safetensors"):
+        check_model(ModelSource("tiny", tmp_path / "tiny.gguf", "gguf"))
