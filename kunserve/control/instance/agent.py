@@ -135,7 +135,7 @@ class InstanceAgent:
         return None
 
     def next_ahead(self, feeds_back: Callable[[SamplingParams], bool]) -> Work | None:
-        """While one step runs: the next, if it needs its tokens as inputs only, and nothing changes.
+        """While one step runs: the next, if it needs its tokens only as inputs.
 
         ``finished`` comes for both, in order. ``feeds_back``: see ``Scheduler.schedule_ahead``.
         """
@@ -154,9 +154,8 @@ class InstanceAgent:
         self.state.step_ended(now_s)
         if isinstance(work.step, StepWork):
             self._forward(self.membership, work.step, outcome, now_s)
-        elif (head := self.membership.head) is not None:
-            if (result := head.finished(work.step, outcome)) is not None:
-                self._complete(self.membership, result, now_s)
+        elif (head := self.membership.head) and (result := head.finished(work.step, outcome)):
+            self._complete(self.membership, result, now_s)
         self._advance(now_s)
 
     @property
