@@ -30,6 +30,7 @@ from kunserve_lab.world.actions import (
     Delivery,
     FinishStep,
     MapMore,
+    RunAhead,
     StartStep,
 )
 from kunserve_lab.world.by_choice import ChosenWorld
@@ -294,9 +295,13 @@ def place_of(action: Action) -> InstanceId | None:
     match action:
         case Delivery(dst=dst):
             return dst
-        case StartStep(instance_id) | FinishStep(instance_id):
-            return instance_id
-        case MapMore(instance_id) | CompletePull(instance_id):
+        case (
+            StartStep(instance_id)
+            | RunAhead(instance_id)
+            | FinishStep(instance_id)
+            | MapMore(instance_id)
+            | CompletePull(instance_id)
+        ):
             return instance_id
 
 

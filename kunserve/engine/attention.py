@@ -52,6 +52,8 @@ class StepBatch:
     """Positions, starts and context lengths one behind the other, where they lie so."""
     wants_sampled: bool = False
     """Whether of what the stage's last layer gives only ``sample_rows`` are wanted."""
+    fed: torch.Tensor | None = None
+    """[T] tokens on a device, which take the place of ``token_ids``."""
     _c: CBatch | None = field(default=None, init=False, repr=False, compare=False)
 
     @property

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypedDict
+from typing import Protocol, TypeAlias, TypedDict
 
 import torch
 
@@ -33,6 +33,9 @@ from kunserve.model.packed import WEIGHTS_LAYOUT
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
 from kunserve.transport.bulk.movable_memory import WriteGate
+
+Wait: TypeAlias = Callable[[Callable[[], None] | None], None]
+"""Returns when something is computed; meanwhile it calls what it is given often, if anything."""
 
 
 class Loader(Protocol):
@@ -66,6 +69,11 @@ class Backend(Protocol):
     """Whether a pipeline's stages compute the output head together."""
     has_panels: bool
     """Whether matrices lie in panels. So all instances of a cluster have them, or none."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may be asked for before the last one's tokens are here."""
+        ...
 
     @property
     def other_pids(self) -> tuple[int, ...]:
@@ -117,8 +125,8 @@ class Backend(Protocol):
         """What chooses tokens."""
         ...
 
-    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
-        """Return when all that was asked for is computed; meanwhile call ``look_up`` often."""
+    def mark(self) -> Wait:
+        """Waits for all that was asked for so far, and for nothing that is asked for later."""
         ...
 
 
@@ -232,6 +240,10 @@ def cpu_loader(reader: Reader, spec: ModelSpec, memory: InstanceMemory) -> Loade
     return loader if file is None else SharedLoader(loader, file, address)
 
 
+def nothing_to_wait_for(look_up: Callable[[], None] | None) -> None:
+    """A ``Wait``: what was asked for was computed at once."""
+
+
 class CpuBackend(OneMemory):
     """Host memory and our C kernels."""
 
@@ -239,6 +251,7 @@ class CpuBackend(OneMemory):
     open_pages: OpenPages = HostPages
     pads_steps = False
     computes_aside = False
+    runs_ahead = False
     keeps_quantised = True
     splits_head = True
     has_panels = True
@@ -287,5 +300,6 @@ class CpuBackend(OneMemory):
         """See ``Backend``."""
         return Sampler(eos_ids, vocab_size, forms)
 
-    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
+    def mark(self) -> Wait:
         """The kernels have ended when they return."""
+        return nothing_to_wait_for

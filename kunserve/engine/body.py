@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -18,10 +19,11 @@ from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.kv_blocks import KvBlocks, KvRing
 from kunserve.core.layout import LayerRange
+from kunserve.core.request import SamplingParams
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledRow, SampledToken
 from kunserve.engine.attention import TORCH_DTYPES
-from kunserve.engine.backend import Backend, CpuBackend
+from kunserve.engine.backend import Backend, CpuBackend, Wait
 from kunserve.engine.cpu.decoder import LOGIT_ROWS, FusedDecoder, StepBatch, StepLimits
 from kunserve.engine.cpu.ends import Largest
 from kunserve.engine.cpu.hidden_rows import Hidden, HiddenRows, bytes_of, rows_of, tensor_of
@@ -50,6 +52,18 @@ from kunserve.model.spec import ModelSpec
 from kunserve.model.vocabulary import tokenizer_json
 from kunserve.transport.bulk.host_store import HostStore
 from kunserve.transport.bulk.movable_memory import WriteGate
+
+
+class Asked(NamedTuple):
+    """A step that a device was asked for."""
+
+    work: StepWork
+    batch: StepBatch
+    states: torch.Tensor
+    """[T, hidden] behind the stage's layers."""
+    take: Callable[[], tuple[SampledToken, ...]]
+    """Gives its tokens."""
+    wait: Wait
 
 
 class EngineBody:
@@ -145,28 +159,58 @@ class EngineBody:
         work: StepWork,
         hidden: Hidden | None,
         look_up: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> StepOutcome:
         """Run the stage's layers over the microbatch; ``hidden`` [T, hidden] is overwritten.
 
         ``look_up``, if given, is called between layers, or while a device computes them. It may
-        change any memory but that of the microbatch's own blocks. ``meanwhile`` is called once,
-        when all layers have been asked for.
+        change any memory but that of the microbatch's own blocks.
         """
-        assert (hidden is None) == work.is_first, work.is_first
-        for shard in self.memory.shards:
-            shard.tidy()
+        batch = self._begin(work)
+        if look_up is None and (decoder := self._fused_for(work)) is not None:
+            if work.is_first and work.is_last:
+                return self._execute_whole(work, batch, decoder)
+            return self._execute_stage(work, batch, hidden, decoder)
+        return self.collect(self._ask(work, batch, hidden, look_up), look_up)
+
+    def launch(
+        self, work: StepWork, hidden: Hidden | None, look_up: Callable[[], None] | None = None
+    ) -> Asked:
+        """Begin what ``execute`` does, and ``collect`` ends: the device has been asked for all.
+
+        A step that ``feeds`` on the one before may be launched before that is collected.
+        """
+        return self._ask(work, self._begin(work), hidden, look_up)
+
+    def feeds_back(self, sampling: SamplingParams) -> bool:
+        """Whether steps may run ahead of such a request's tokens."""
+        if not self._backend.runs_ahead or self.memory.shards[0].arena.num_aliases:
+            return False
+        return self._sampler.chooses_alone(sampling)
+
+    def _begin(self, work: StepWork) -> StepBatch:
+        """The step's batch, and memory as the step expects it."""
+        if work.feeds is None:  # else the step before may still read
+            for shard in self.memory.shards:
+                shard.tidy()
         batch = build_batch(work)
         bounds = entry_bounds(batch, self._blocks)
         own = self.memory.shards[0]  # the others are alike
         assert own.backs(bounds, work.layers), (own.held, work.layers, bounds)
         if self._ring_tables is not None:
             batch = self._ring_tables.spread(batch)
+        if work.feeds is not None:
+            batch.fed = self._sampler.feed(work.feeds)
         self._decoder.set_layers(work.layers)
-        if look_up is meanwhile is None and (decoder := self._fused_for(work)) is not None:
-            if work.is_first and work.is_last:
-                return self._execute_whole(work, batch, decoder)
-            return self._execute_stage(work, batch, hidden, decoder)
+        return batch
+
+    def _ask(
+        self,
+        work: StepWork,
+        batch: StepBatch,
+        hidden: Hidden | None,
+        look_up: Callable[[], None] | None,
+    ) -> Asked:
+        assert (hidden is None) == work.is_first, work.is_first
         if hidden is None:
             states = self._decoder.embed(batch)
         else:
@@ -175,25 +219,24 @@ class EngineBody:
             for start in work.plan.started:
                 self._sampler.prepare(start.sampling)
         states = self._decoder.forward(batch, states, look_up)
-        if meanwhile is not None:
-            meanwhile()
-        if look_up is not None:
-            # Where a device computes, it has only been asked to.
-            self._backend.synchronize(look_up)
         self._start(work)
-        outcome = StepOutcome(states, ())
-        if work.is_last:
-            scores = self._scorer.score(work.plan, batch, states) if work.plan.scored else ()
-            if work.gives_rows:
-                rows = states
-                if len(batch.sample_rows) < len(states):
-                    rows = states.index_select(0, torch.from_numpy(batch.sample_rows))
-                outcome = StepOutcome(rows, (), scores)
-            else:
-                outcome = StepOutcome(None, self._sample(work, batch, states), scores)
-        # Movers and the next stage read what this step has written.
-        self._backend.synchronize()
-        return outcome
+        take: Callable[[], tuple[SampledToken, ...]] = tuple
+        if work.is_last and not work.gives_rows:
+            take = self._sample(work, batch, states)
+        return Asked(work, batch, states, take, self._backend.mark())
+
+    def collect(self, asked: Asked, look_up: Callable[[], None] | None = None) -> StepOutcome:
+        """What a step gave that was launched, once it is computed. In the order of launches."""
+        work, batch, states = asked.work, asked.batch, asked.states
+        asked.wait(look_up)
+        if not work.is_last:
+            return StepOutcome(states, ())
+        scores = self._scorer.score(work.plan, batch, states) if work.plan.scored else ()
+        if not work.gives_rows:
+            return StepOutcome(None, asked.take(), scores)
+        if len(batch.sample_rows) < len(states):
+            states = states.index_select(0, torch.from_numpy(batch.sample_rows))
+        return StepOutcome(states, (), scores)
 
     def _fused_for(self, work: StepWork) -> FusedDecoder | None:
         """What computes the step in one call, if anything does."""
@@ -253,20 +296,24 @@ class EngineBody:
 
     def _sample(
         self, work: StepWork, batch: StepBatch, hidden: torch.Tensor
-    ) -> tuple[SampledToken, ...]:
+    ) -> Callable[[], tuple[SampledToken, ...]]:
         wanted = work.plan.sampled_rows
         if not wanted:
-            return ()
-        return self._sample_rows(self._decoder.logits(batch, hidden), wanted)
+            return tuple
+        logits = self._decoder.logits(batch, hidden)
+        return self._sampler.ask(logits, *self._positions(wanted))
 
     def _sample_rows(
         self, logits: torch.Tensor, wanted: Sequence[SampledRow], found: Largest | None = None
     ) -> tuple[SampledToken, ...]:
-        positions = [row.num_before - self._prompt_tokens[row.request_id] for row in wanted]
-        request_ids = [row.request_id for row in wanted]
         if found is None:
-            return self._sampler.sample(logits, request_ids, positions)
-        return self._sampler.sample_found(logits, request_ids, positions, *found)
+            return self._sampler.sample(logits, *self._positions(wanted))
+        return self._sampler.sample_found(logits, *self._positions(wanted), *found)
+
+    def _positions(self, wanted: Sequence[SampledRow]) -> tuple[list[RequestId], list[int]]:
+        """Of each row its request, and how many of its tokens are output."""
+        positions = [row.num_before - self._prompt_tokens[row.request_id] for row in wanted]
+        return [row.request_id for row in wanted], positions
 
     def head_part(self, work: HeadWork, rows: Hidden) -> torch.Tensor | Part:
         """See ``Body``."""

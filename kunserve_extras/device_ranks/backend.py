@@ -8,7 +8,7 @@ from dataclasses import replace
 from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
-from kunserve.engine.backend import Loader, kv_in
+from kunserve.engine.backend import Loader, Wait, kv_in
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
@@ -170,21 +170,25 @@ class DeviceRanksBackend(SeveralRanks):
         own = DeviceShard(spec, weights, kv, config.block_size, ops, members.meeting, sums)
         return DeviceRanksDecoder(spec, own, members, config.block_size, self.device)
 
-    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
-        """See ``Backend``. Raises RankLost, where a device would wait for a rank that is no more.
+    def mark(self) -> Wait:
+        """See ``Backend``. Waiting raises RankLost, where a device would wait for a rank that is
+        no more.
 
         Rank 0's part of the last sum comes after all that the other ranks have written.
         """
-        if look_up is None or self._members is None:
-            self._own.synchronize(look_up)
-            return
-        meeting = self._members.meeting
+        own, members = self._own.mark(), self._members
+        if members is None:
+            return own
 
-        def look() -> None:
-            meeting.check()
-            look_up()
+        def wait(look_up: Callable[[], None] | None) -> None:
+            def look() -> None:
+                members.meeting.check()
+                if look_up is not None:
+                    look_up()
 
-        self._own.synchronize(look)
+            own(None if look_up is None else look)
+
+        return wait
 
 
 class _RanksLoader:

@@ -12,8 +12,10 @@ from kunserve.engine.backend import (
     CpuBackend,
     Loader,
     OwnDecoders,
+    Wait,
     cpu_loader,
     huge_pages_of,
+    nothing_to_wait_for,
     weights_file_of,
 )
 from kunserve.engine.cpu.decoder import StepLimits
@@ -44,6 +46,7 @@ from kunserve_extras.ranks.shards import ShardReader
 class SeveralRanks(OwnDecoders):
     """The part of ``Backend`` that is alike whatever device each rank has."""
 
+    runs_ahead = False
     splits_head = False
     more_words: tuple[type, ...] = ()
     """Which the other ranks are told beside ``control.WORDS``."""
@@ -222,8 +225,9 @@ class RankedBackend(SeveralRanks):
         self._await_others()
         return RankedDecoder(spec, weights, shard, self._members, config.block_size)
 
-    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
+    def mark(self) -> Wait:
         """All ranks have met when a step returns."""
+        return nothing_to_wait_for
 
 
 class _RankedLoader:

@@ -35,6 +35,13 @@ class StartStep:
 
 
 @dataclass(frozen=True, slots=True)
+class RunAhead:
+    """Let an instance form the step behind the one that runs, if it can."""
+
+    instance_id: InstanceId
+
+
+@dataclass(frozen=True, slots=True)
 class FinishStep:
     """Let an instance's step end."""
 
@@ -57,4 +64,4 @@ class CompletePull:
     fails: bool = False
 
 
-Action: TypeAlias = Delivery | StartStep | FinishStep | MapMore | CompletePull
+Action: TypeAlias = Delivery | StartStep | RunAhead | FinishStep | MapMore | CompletePull

@@ -29,6 +29,7 @@ from kunserve_lab.world.actions import (
     FinishStep,
     Letter,
     MapMore,
+    RunAhead,
     StartStep,
 )
 from kunserve_lab.world.fake_body import FakeBody, FakeModel
@@ -52,6 +53,10 @@ class ChosenMember(Member):
         super().__init__(world.make_agent(body, mover), body, mover)
         self.work: Work | None = None
         """The step that runs."""
+        self.ahead: Work | None = None
+        """The step behind it, whose inputs are what it samples."""
+        self.was_asked = False
+        """Whether there can be one."""
         self.process = process
         self.known: set[InstanceId] = set()
         """Peers that it has been told of: it sends to no others, and lets no others in."""
@@ -65,6 +70,8 @@ class ChosenWorld(World[ChosenMember]):
     now_s = 0.0
     step_s = 0.001
     """Virtual time that one action takes."""
+    runs_ahead = False
+    """Whether steps begin behind those that run, as on devices."""
 
     def __init__(
         self,
@@ -214,6 +221,8 @@ class ChosenWorld(World[ChosenMember]):
         ]
         for instance_id, member in self.members.items():
             if member.work is not None:
+                if self.runs_ahead and not member.was_asked:
+                    found.append(RunAhead(instance_id))
                 found.append(FinishStep(instance_id))
             elif member.agent.has_ready_work():
                 found.append(StartStep(instance_id))
@@ -241,10 +250,14 @@ class ChosenWorld(World[ChosenMember]):
             case StartStep(instance_id):
                 member = self.members[instance_id]
                 assert member.work is None, instance_id
-                member.work = self.begin_step(member)
+                member.work, member.was_asked = self.begin_step(member), False
+            case RunAhead(instance_id):
+                member = self.members[instance_id]
+                member.ahead, member.was_asked = self.begin_ahead(member), True
             case FinishStep(instance_id):
                 member = self.members[instance_id]
-                work, member.work = member.work, None
+                work, member.work, member.ahead = member.work, member.ahead, None
+                member.was_asked = False
                 assert work is not None
                 self.end_step(member, work)
             case MapMore(instance_id):

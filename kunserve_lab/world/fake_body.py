@@ -31,7 +31,7 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.kv_blocks import KvRing
 from kunserve.core.layout import LayerRange
 from kunserve.core.prompt_scores import PromptScores, pack_scores
-from kunserve.core.request import TokenLogprobs
+from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.snapshots import HeadShape, InstanceSpec
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.transport.bulk.host_store import HostStore
@@ -124,6 +124,8 @@ class FakeBody(ViewedMemory):
         """Layers whose bytes may have changed since a step last used them."""
         self._starts: dict[RequestId, SequenceStart] = {}
         self._history: dict[RequestId, list[int]] = {}
+        self._sampled: tuple[SampledToken, ...] = ()
+        """By the last step."""
         self.host = HostStore(self)
         self.load_layers(self._whole)
 
@@ -159,9 +161,8 @@ class FakeBody(ViewedMemory):
         work: StepWork,
         hidden: Uint64Array | None,
         look_up: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> StepOutcome:
-        """Run the stage's layers over the microbatch; what is to be called is so once, half-way."""
+        """Run the stage's layers over the microbatch; ``look_up`` is called once, half-way."""
         self._verify_weights(work.layers)
         for start in work.plan.started:
             self._starts[start.request_id] = start
@@ -179,9 +180,8 @@ class FakeBody(ViewedMemory):
                 hidden[offset:end], work.tables[row], chunk.start, work.layers
             )
             offset = end
-        for call in (meanwhile, look_up):
-            if call is not None:
-                call()
+        if look_up is not None:
+            look_up()
         if self._delay is not None:
             time.sleep(self._delay(work))
         if not work.is_last:
@@ -192,7 +192,25 @@ class FakeBody(ViewedMemory):
         rows = outputs[[i for e, n in zip(ends, counts, strict=True) for i in range(e - n, e)]]
         if work.gives_rows:
             return StepOutcome(rows, (), scores)
-        return StepOutcome(None, tuple(self._sample(work, rows)), scores)
+        self._sampled = tuple(self._sample(work, rows))
+        return StepOutcome(None, self._sampled, scores)
+
+    def launch(
+        self,
+        work: StepWork,
+        hidden: Uint64Array | None,
+        look_up: Callable[[], None] | None = None,
+    ) -> StepOutcome:
+        """Compute at once what ``collect`` gives."""
+        return self.execute(work, hidden, look_up)
+
+    def collect(self, asked: StepOutcome, look_up: Callable[[], None] | None = None) -> StepOutcome:
+        """What was launched."""
+        return asked
+
+    def feeds_back(self, sampling: SamplingParams) -> bool:
+        """As a device does, but for what only its host knows."""
+        return sampling.structured is None
 
     def head_part(self, work: HeadWork, rows: Uint64Array) -> Uint64Array:
         """Which part it is, and the rows: enough to see that nothing is missing or mixed up."""
@@ -211,11 +229,15 @@ class FakeBody(ViewedMemory):
         return tuple(self._sample(work, rows))
 
     def _embed(self, work: StepWork) -> Uint64Array:
-        assert work.token_ids is not None and len(work.token_ids) == work.plan.num_tokens
+        token_ids = work.token_ids
+        if work.feeds is not None:
+            sampled = [self._sampled[place].token_id for place in work.feeds.tolist()]
+            token_ids = np.array(sampled, dtype=np.int32)
+        assert token_ids is not None and len(token_ids) == work.plan.num_tokens
         positions = np.concatenate(
             [np.arange(c.start, c.start + c.num_tokens) for c in work.plan.chunks]
         )
-        tokens = work.token_ids.astype(np.uint64)
+        tokens = token_ids.astype(np.uint64)
         return mix(tokens * np.uint64(FACTOR_1) + positions.astype(np.uint64), EMBED)
 
     def _run_chunk(

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from kunserve.cluster.instance.beside_clock import BesideClock
 from kunserve.cluster.instance.lease import Hold
@@ -118,6 +118,8 @@ class InstanceLoop:
         self._long_steps = LongSteps()
         self._config = config
         self._next_report_s = 0.0
+        self._runs_ahead = False
+        """A step has been asked for that nobody has waited for."""
         self._plan: StepPlan | None = None
         """Of the step that runs, or that has failed."""
         self._exchange_since_s: float | None = None
@@ -160,8 +162,7 @@ class InstanceLoop:
         self._post.meet_new_front()
         self._report_if_due()
         self._send()
-        is_idle = self._post.has_no_front or self._gives_way()
-        work = None if is_idle else self._agent.next_work(time.monotonic())
+        work = self._next_work()
         self._send(begins=work is not None)  # also of plans that compute nothing
         if work is not None:
             self._run(work)
@@ -171,13 +172,19 @@ class InstanceLoop:
             self._agent.check()
         self._post.send_to_front()
 
+    def _next_work(self) -> Work | None:
+        """What the body does in this turn."""
+        is_idle = self._post.has_no_front or self._gives_way()
+        return None if is_idle else self._agent.next_work(time.monotonic())
+
     # Mail
 
     def _wait(self) -> Woken:
         """Sleep until mail comes, or the next report is due; not at all if there is work to do."""
         gives_way = self._gives_way()
-        is_ready = self._agent.has_ready_work() and not (self._post.has_no_front or gives_way)
-        if is_ready or self._agent.is_preparing:
+        is_idle = self._post.has_no_front or gives_way
+        is_ready = self._agent.has_ready_work() and not is_idle
+        if self._runs_ahead or is_ready or self._agent.is_preparing:
             return Woken.BUSY  # mail is read without asking first whether there is any
         began_s = self._look()  # else a sleep after the last step would count as a bubble
         longest_s = max(0.0, self._next_report_s - began_s)
@@ -305,21 +312,40 @@ class DeviceLoop(InstanceLoop):
 
     What a turn promises is the same but for the front's part, tokens above all: if there is a next
     step it is sent while the device computes that, so that the device does not wait for it; else
-    before the turn ends. An exchange takes nothing that the device needs, so steps go on.
+    before the turn ends. Where the agent can form the step after that one, too, the device is asked
+    for it at once, and the next turn waits for it. An exchange takes nothing that the device needs,
+    so steps go on.
     """
+
+    _ahead: tuple[Work, Any] | None = None
+    """What the body was asked for behind the step that ran last, and its answer."""
 
     def _send(self, *, begins: bool = False) -> None:
         self._post.send()
-        if not (begins or self._agent.has_ready_work()):
+        if not (begins or self._runs_ahead or self._agent.has_ready_work()):
             self._post.send_to_front()
 
     def _gives_way(self) -> bool:
         return False
 
+    def _next_work(self) -> Work | None:
+        return super()._next_work() if self._ahead is None else self._ahead[0]
+
     def _execute(
         self, step: StepWork, work: Work, look_up: Callable[[], None] | None
     ) -> StepOutcome:
-        return self._body.execute(step, work.hidden, look_up, self._meanwhile)
+        body, ahead = self._body, self._ahead
+        asked = body.launch(step, work.hidden, look_up) if ahead is None else ahead[1]
+        self._ahead = None
+        self._meanwhile()
+        following = None
+        if not self._post.has_no_front:
+            following = self._agent.next_ahead(body.feeds_back)
+        if following is not None:
+            assert isinstance(following.step, StepWork)
+            self._ahead = following, body.launch(following.step, None)
+        self._runs_ahead = following is not None
+        return body.collect(asked, look_up)
 
     def _prepare(self) -> None:
         if self._body.maps_when_idle or not self._agent.has_ready_work():

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from kunserve.control.instance.body import Body, Memory, StepOutcome, StepWork
 from kunserve.core.layout import LayerRange
+from kunserve.core.request import SamplingParams
 from kunserve.transport.bulk.movable_memory import MovableMemory, WriteGate
 
 
@@ -35,12 +36,23 @@ class WiredBody(Body, Protocol):
         work: StepWork,
         hidden: Any,
         look_up: Callable[[], None] | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> StepOutcome:
-        """As ``Body.execute``; calls ``look_up``, if given, between layers.
+        """As ``Body.execute``; calls ``look_up``, if given, between layers."""
+        ...
 
-        ``meanwhile`` is called once, when the device has been asked for all of them.
+    def launch(self, work: StepWork, hidden: Any, look_up: Callable[[], None] | None = None) -> Any:
+        """Ask a device for what ``execute`` does: ``collect`` is given the answer, and gives it.
+
+        One step that ``feeds`` on the last one may be launched before that is collected.
         """
+        ...
+
+    def collect(self, asked: Any, look_up: Callable[[], None] | None = None) -> StepOutcome:
+        """The outcome of a launch, in the order of launches. Waits for it, and looks up then."""
+        ...
+
+    def feeds_back(self, sampling: SamplingParams) -> bool:
+        """Whether a step may now be launched that feeds on such a request's token."""
         ...
 
     def hidden_to_bytes(self, hidden: Any) -> memoryview:

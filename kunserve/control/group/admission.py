@@ -35,6 +35,17 @@ class Admission:
         self.missing_blocks = 0
         """What the first lacks whom the last ``candidates`` turned away for want of memory."""
 
+        self._none_at: tuple[int, int] | None = None
+        """The state of queue and memory at which nobody was found last."""
+
+    @property
+    def admits_nobody(self) -> bool:
+        """Whether it is known, without a look, that nobody may be admitted now."""
+        if not self._waiting:
+            return True
+        at = self._waiting.version, self._ledger.version
+        return at == self._none_at and not self._holders.parks
+
     def room(self, num_running: int) -> int:
         """How many more sequences may run: each stage's worth of ``max_num_seqs``."""
         return self._config.max_num_seqs * self._num_stages - num_running
@@ -49,6 +60,7 @@ class Admission:
         if missing and holders.park_for_head(missing):
             # Those that were found may have counted on the KV of who leaves.
             found = self.candidates(room - num_kept, prompts, first_away)
+        self._none_at = None if found else (self._waiting.version, self._ledger.version)
         return found
 
     def candidates(

@@ -9,7 +9,7 @@ from kunserve.control.arrays import Int32Array
 from kunserve.control.group.guessing import NO_GUESSES, Guesses, keep_right
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.group.prefix_cache import NO_ORDERS, CacheOrders
-from kunserve.control.group.sequence import Sequence
+from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.step import (
     BlockRun,
@@ -58,6 +58,8 @@ class InFlight:
         self._early: dict[StepId, StepResult] = {}
         """Results that came before those of earlier steps."""
         self._num_steps = 0
+        self._ahead: tuple[StepId, PlannedStep] | None = None
+        """A step behind the only one, whose inputs are what that one samples."""
         self.version = 0
         """Counts completed steps."""
         self.filled: list[Sequence] = []
@@ -119,6 +121,45 @@ class InFlight:
             *orders,
         )
 
+    def add_ahead(self, chosen: list[Sequence], orders: CacheOrders) -> StepPlan:
+        """Plan the token after the one that each awaits; they advance when the step before it ends.
+
+        Who has ended by then computes it for nothing, in a place that nobody reads.
+        """
+        assert len(self._steps) == 1 and self._ahead is None, (self._steps, self._ahead)
+        step_id = StepId(self._num_steps)
+        self._num_steps += 1
+        self._ahead = step_id, PlannedStep(chosen, [*chosen], 0, [], NO_GUESSES)
+        chunks = tuple([Chunk(seq.request_id, seq.num_tokens, 1, 1) for seq in chosen])
+        return StepPlan(self._group_id, step_id, (), (), chunks, (), (), (), *orders)
+
+    def feeds(self) -> Int32Array:
+        """Which of the tokens that the step under way samples is each input of the one ahead."""
+        assert self._ahead is not None
+        (before,) = self._steps.values()
+        places = {seq: place for place, seq in enumerate(before.sampling)}
+        return np.array([places[seq] for seq in self._ahead[1].sequences], dtype=np.int32)
+
+    def begin_ahead(self) -> None:
+        """The step before is complete: the one ahead is like any other from now on."""
+        if self._ahead is None:
+            return
+        (step_id, planned), self._ahead = self._ahead, None
+        self._steps[step_id], self.filled = planned, []
+        for place, seq in enumerate(planned.sequences):
+            if seq.state is not Progress.RUNNING:
+                planned.sampling[place] = None
+                continue
+            samples = seq.advance(step_id, seq.num_computed + 1)
+            assert samples, seq
+            if seq.num_computed >= seq.beginning.names_at:
+                self.filled.append(seq)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step is planned behind the only one."""
+        return self._ahead is not None
+
     def complete(self, result: StepResult) -> Iterator[tuple[StepResult, PlannedStep]]:
         """Take a result; the steps that are over with it, in their order.
 
@@ -147,7 +188,8 @@ class InFlight:
             plan.chunks, step.sequences, strict=True
         ):
             if num_tokens == 1 and start >= seq.num_prompt:
-                tokens.append(seq.output_token_ids[start - seq.num_prompt])
+                # Of a step that was formed ahead, and of who has gone since, it never came.
+                tokens.append(next(iter(seq.output_token_ids[start - seq.num_prompt :]), 0))
                 continue
             guessed = step.guesses.get(request_id, ())
             tokens.extend(seq.known_tokens(start, start + num_tokens - len(guessed)))

@@ -2,7 +2,7 @@
 
 import math
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.plan import Measured
+from kunserve.core.request import SamplingParams
 from kunserve.core.step import BlockRun
 from kunserve.policy.batch.cost import batch_cost
 from kunserve.policy.batch.relief import NO_HOST, HostLink, Preemptible, choose_victim
@@ -240,6 +241,36 @@ class Holders:
             if not (may_preempt and self._relieve(seq, needed)):
                 unfit.add(seq)
         return unfit
+
+    def who_goes_on(
+        self, pool_tokens: int, feeds_back: Callable[[SamplingParams], bool]
+    ) -> list[Sequence]:
+        """Who takes one more step behind the one under way, if all who run are in that, with the
+        memory for it.
+
+        Not those whose next token is their last, whatever it is. None where memory is to be freed,
+        or where one of them needs its token here first.
+        """
+        if self._swap or self.released:
+            return []
+        chosen, blocks = [], []
+        for seq in self._running:
+            if not seq.is_awaiting or seq.state is not Progress.RUNNING:
+                return []
+            if seq.num_tokens + 1 >= seq.max_total_tokens or seq.num_tokens >= pool_tokens:
+                continue
+            if not feeds_back(seq.request.sampling):
+                return []
+            chosen.append(seq)
+            if seq.num_tokens % self._blocks.block_size == 0:
+                blocks.append((seq.request_id, self._blocks.holding(seq.num_tokens + 1)))
+        if len(chosen) > min(self._config.max_num_batched_tokens, self._config.max_num_seqs):
+            return []
+        if sum(max(0, n - self._ledger.blocks_of(i)) for i, n in blocks) > self._ledger.free_blocks:
+            return []
+        for request_id, num_blocks in blocks:
+            self._ledger.grow(request_id, num_blocks)
+        return chosen
 
     def swap_in(self, room: int, *, may_preempt: bool) -> tuple[int, QueueKey | None]:
         """Let swapped ones come back before whoever waits behind them; the parked when it is time.

@@ -4,7 +4,7 @@ Sans-I/O: the driver asks for plans with ``schedule`` and brings results to ``co
 scheduler counts blocks (``Ledger``); instances place them when they run the plans, in order.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter
 
 from kunserve.control.arrays import Int32Array
@@ -28,7 +28,7 @@ from kunserve.core.load import LoadReport
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.plan import NOTHING_MEASURED, Measured
 from kunserve.core.prompt_scores import PromptScores
-from kunserve.core.request import FinishReason, Request
+from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch.batch_form import FormBatch, Microbatch
@@ -76,6 +76,7 @@ class Scheduler:
         self._waiting = waiting = WaitingQueue(blocks)
         self._forming = Forming(config, measured, num_stages, self._waiting, form_batch)
         self._in_flight = InFlight(group_id)
+        self.feeds = self._in_flight.feeds
         self._guessing = Guessing(config, measured, block_size)
         self._residency = Residency(self.totals)
         self._named_size = block_size if config.enable_prefix_caching else NEVER_FULL
@@ -228,6 +229,21 @@ class Scheduler:
         self.cache.note_computed(in_flight.filled)
         return plan
 
+    def schedule_ahead(self, feeds_back: Callable[[SamplingParams], bool]) -> StepPlan | None:
+        """The next microbatch while the only one runs, if it needs its tokens as inputs only.
+
+        So if everybody who runs awaits one, nobody else could run, and nothing is to be freed.
+        ``feeds_back``: whether the body hands such a request's tokens on by itself.
+        """
+        config, in_flight = self._config, self._in_flight
+        if not config.async_scheduling or self._num_stages > 1 or config.speculative_config:
+            return None
+        if len(in_flight) != 1 or in_flight.is_ahead or not self._admission.admits_nobody:
+            return None
+        pool_tokens = self._blocks.tokens_in(self._largest_capacity)
+        chosen = self._holders.who_goes_on(pool_tokens, feeds_back)
+        return in_flight.add_ahead(chosen, self.cache.take_orders()) if chosen else None
+
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
         """Take a step's sampled tokens; the outputs to stream, with ends detected.
 
@@ -238,6 +254,9 @@ class Scheduler:
         self._residency.now_s = now_s
         for due, step in self._in_flight.complete(result):
             outputs += self._complete_step(due, step, now_s)
+        if self._in_flight.is_ahead:
+            self._in_flight.begin_ahead()
+            self.cache.note_computed(self._in_flight.filled)
         return outputs
 
     def _complete_step(

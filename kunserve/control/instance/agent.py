@@ -5,6 +5,7 @@ A driver calls ``on`` for every message, ``next_work`` when the body is idle, ``
 a step is done, and sends what is in ``outbox``. Messages may come while a step runs.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from kunserve.control.instance.changes.change import Change, ChangeOrder, Change
 from kunserve.control.instance.changes.change_slot import ChangeSlot
 from kunserve.control.instance.changes.formation import FormationSlot
 from kunserve.control.instance.inbox import Inbox, Mail, Moment, is_plain
-from kunserve.control.instance.localize import localize
+from kunserve.control.instance.localize import localize, localize_ahead
 from kunserve.control.instance.membership import Membership, enter_group
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
 from kunserve.control.instance.work import Work
@@ -44,7 +45,7 @@ from kunserve.core.messages import (
     TokenOutput,
     TransferProgress,
 )
-from kunserve.core.request import FinishReason
+from kunserve.core.request import FinishReason, SamplingParams
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.transfer import KvPull
 
@@ -133,16 +134,28 @@ class InstanceAgent:
             self._advance(now_s)
         return None
 
+    def next_ahead(self, feeds_back: Callable[[SamplingParams], bool]) -> Work | None:
+        """While one step runs: the next, if it needs its tokens only as inputs.
+
+        ``finished`` comes for both, in order. ``feeds_back``: see ``Scheduler.schedule_ahead``.
+        """
+        membership = self.membership if self._is_calm else None
+        return localize_ahead(self.state, self.change, membership, feeds_back)
+
+    @property
+    def _is_calm(self) -> bool:
+        """Whether nothing is under way here beside steps."""
+        waits = self.inbox.has_mail or self.state.to_self or self._forming.is_forming
+        return self._changes.is_empty and not waits
+
     def finished(self, work: Work, outcome: StepOutcome, now_s: float) -> None:
         """The body ran the step."""
         assert self.state.is_running and self.membership is not None
         self.state.step_ended(now_s)
         if isinstance(work.step, StepWork):
             self._forward(self.membership, work.step, outcome, now_s)
-        elif (head := self.membership.head) is not None:
-            result = head.finished(work.step, outcome)
-            if result is not None:
-                self._complete(self.membership, result, now_s)
+        elif (head := self.membership.head) and (result := head.finished(work.step, outcome)):
+            self._complete(self.membership, result, now_s)
         self._advance(now_s)
 
     @property
@@ -279,14 +292,8 @@ class InstanceAgent:
     def _advance(self, now_s: float) -> None:
         """Read what has become due, and let the change take every step that it can."""
         self._lacks_units = False
-        if not (
-            not self._changes.is_empty
-            or self.inbox.has_mail
-            or self.state.to_self
-            or self._forming.is_asked
-            or self._forming.is_forming
-        ):
-            return  # as after nearly every step
+        if self._is_calm:  # as after nearly every step
+            return
         while True:
             if not self._form_if_asked(now_s):
                 return

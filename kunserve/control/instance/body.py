@@ -45,7 +45,7 @@ class StepWork:
     is_first: bool
     is_last: bool
     token_ids: Int32Array | None
-    """[num_tokens] input tokens; only the first stage has them."""
+    """[num_tokens] input tokens; only the first stage has them, unless the step runs ahead."""
     tables: Int32Array
     """[rows, max_blocks] block table entries of every sequence; entry e puts layer l at e + l."""
     rows: Int32Array
@@ -53,6 +53,9 @@ class StepWork:
     shares_head: bool = False
     """Whether all stages compute the output head together: then the last stage gives the rows that
     sample, and the first one samples."""
+    feeds: Int32Array | None = None
+    """[num_tokens] of a step that runs ahead: which token of those that the step before samples
+    each input is."""
 
     @property
     def gives_rows(self) -> bool:

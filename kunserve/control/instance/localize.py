@@ -3,7 +3,7 @@
 Every stage of a group does this for every plan, in the same order, before it runs it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from kunserve.control.instance.body import HostCopy, StepWork
 from kunserve.control.instance.changes.change import Change
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
+from kunserve.control.instance.work import Work
+from kunserve.core.request import SamplingParams
 from kunserve.core.step import BlockRun, StepPlan
 
 
@@ -45,11 +47,17 @@ def _free_swapped_out(state: InstanceState, membership: Membership) -> None:
 
 
 def localize(
-    state: InstanceState, change: Change, membership: Membership, plan: StepPlan
+    state: InstanceState,
+    change: Change,
+    membership: Membership,
+    plan: StepPlan,
+    *,
+    runs_ahead: bool = False,
 ) -> StepWork | None:
     """Take and name the blocks of a plan. What it frees is freed before, and once.
 
-    None when the units are there, but scattered between blocks that are in transfer.
+    None when the units are there, but scattered between blocks that are in transfer; or if a plan
+    ``runs_ahead``, between any.
     """
     if membership.freed_step != plan.step_id:
         membership.freed_step = plan.step_id
@@ -66,7 +74,7 @@ def localize(
         if counts.get(request_id, 0) * block_size < end:
             needed = holding(end)
             if counts.get(request_id, 0) < needed:
-                copies = table.grow(request_id, needed)
+                copies = table.grow(request_id, needed, may_compact=not runs_ahead)
                 if copies is None:
                     return None
                 if copies:
@@ -75,16 +83,43 @@ def localize(
     if plan.swapped_out or plan.swapped_in:
         _start_host_copies(state, membership, plan)
     layers, scheduler = membership.layers, membership.scheduler
+    token_ids = feeds = None
+    if scheduler is not None:
+        token_ids = None if runs_ahead else scheduler.token_ids_of(plan)
+        feeds = scheduler.feeds() if runs_ahead else None
     return StepWork(
         plan=plan,
         layers=layers,
         is_first=layers.first == 0,
         is_last=layers.end == state.spec.num_layers,
-        token_ids=None if scheduler is None else scheduler.token_ids_of(plan),
+        token_ids=token_ids,
         tables=table.tables,
         rows=np.array(rows, dtype=np.int32),
         shares_head=membership.head is not None,
+        feeds=feeds,
     )
+
+
+def localize_ahead(
+    state: InstanceState,
+    change: Change,
+    membership: Membership | None,
+    feeds_back: Callable[[SamplingParams], bool],
+) -> Work | None:
+    """Form and localize the step behind the one that runs, if that can be done while it does."""
+    assert state.is_running and not state.is_ahead
+    if membership is None or membership.ready or membership.head is not None:
+        return None
+    scheduler = membership.scheduler
+    plan = None if scheduler is None else scheduler.schedule_ahead(feeds_back)
+    if plan is None:
+        return None
+    step = localize(state, change, membership, plan, runs_ahead=True)
+    if step is None:  # blocks must be packed for it first, while nothing runs
+        membership.ready.append((plan, None))
+        return None
+    state.is_ahead = True
+    return Work(step, None)
 
 
 def _make_room(state: InstanceState, plan: StepPlan) -> None:

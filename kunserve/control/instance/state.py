@@ -67,6 +67,8 @@ class InstanceState:
     """Where somebody outside follows the prefix cache."""
     is_running: bool = False
     """The body computes a step."""
+    is_ahead: bool = False
+    """It has been given the next one, too."""
     began_s: float = 0.0
     """When the last step did."""
     step_s: float = 0.0
@@ -100,9 +102,10 @@ class InstanceState:
             self.outbox.append(Outgoing(dst, message, hidden))
 
     def step_ended(self, now_s: float) -> None:
-        """The body computes nothing now."""
-        self.is_running = False
+        """The body computes nothing now, or the step that was behind this one."""
+        self.is_running, self.is_ahead = self.is_ahead, False
         self.step_s = max(now_s - self.began_s, STEP_MEMORY * self.step_s)
+        self.began_s = now_s
 
     def await_tidying(self, transition_id: TransitionId) -> float:
         """Seconds of clearing up behind a change; while some is left, ``tell_tidied`` will tell."""

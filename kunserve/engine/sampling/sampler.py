@@ -10,7 +10,7 @@ batching and pipelining change nothing, and a request whose row cannot be sample
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -116,6 +116,21 @@ class Sampler:
         """
         return self.sample_found(logits, request_ids, positions, *largest(logits))
 
+    def ask(
+        self, logits: torch.Tensor, request_ids: Sequence[RequestId], positions: Sequence[int]
+    ) -> Callable[[], tuple[SampledToken, ...]]:
+        """As ``sample``, whose answer the call gives: a device may be asked for more before it."""
+        sampled = self.sample(logits, request_ids, positions)
+        return lambda: sampled
+
+    def chooses_alone(self, sampling: SamplingParams) -> bool:
+        """Whether ``feed`` may be called behind such a request's token, before it is here."""
+        return False
+
+    def feed(self, places: npt.NDArray[np.int32]) -> torch.Tensor:
+        """On the device, of the tokens that were asked for last, those at these places [n]."""
+        raise AssertionError("tokens are on the host")
+
     def sample_found(
         self,
         logits: torch.Tensor,
@@ -180,12 +195,11 @@ class Sampler:
             form = self._forms.start(
                 sampling.structured, start.token_ids[start.num_prompt_tokens :]
             )
-        is_greedy = sampling.temperature < _GREEDY_BELOW
         has_any = form is not None or history is not None or bans is not None or bool(bias)
         is_plain = not has_any and sampling.min_tokens == 0
         return RequestState(
             sampling=sampling,
-            is_greedy=is_greedy,
+            is_greedy=is_greedy(sampling),
             is_plain=is_plain,
             is_argmax=takes_largest(sampling),
             early_ids=_ids(token for token in stops if 0 <= token < self._vocab_size),
@@ -200,10 +214,15 @@ class Sampler:
         )
 
 
+def is_greedy(sampling: SamplingParams) -> bool:
+    """Whether nothing is drawn."""
+    return sampling.temperature < _GREEDY_BELOW
+
+
 def takes_largest(sampling: SamplingParams) -> bool:
     """Whether the largest raw logit of a row is all that such a request needs of it."""
     return (
-        sampling.temperature < _GREEDY_BELOW
+        is_greedy(sampling)
         and sampling.num_logprobs is None
         and sampling.min_tokens == 0
         and sampling.structured is None

@@ -180,7 +180,9 @@ class TorchDecoder:
 
     def embed(self, batch: StepBatch) -> torch.Tensor:
         """The tokens' embeddings, [T, hidden], newly allocated."""
-        ids = torch.from_numpy(batch.token_ids).to(self._device)
+        ids = batch.fed
+        if ids is None:
+            ids = self._sender.send({"ids": batch.token_ids.astype(np.int64)})["ids"]
         return scaled(self._weights.embedding.index_select(0, ids), self._spec.embedding_scale)
 
     def forward(

@@ -136,6 +136,10 @@ class Batch:
         self.place_in_whole = {row: place for place, row in enumerate(self.whole.rows)}
         self.sorted = {i for i in self.whole.rows if self._row(i).state.sampling.top_k is not None}
         """Those that certainly need all of them in order."""
+        self.may_sort = bool(self.sorted) or any(
+            row is not None and _is_whole(row) and _is_listed(row) for row in rows
+        )
+        """Whether some tokens may not be known before the host has looked."""
         self._edited = [i for i, row in enumerate(rows) if row is not None and row.has_edits]
         self._seeds = np.array(
             [0 if row is None else row.state.sampling.seed % _SEEDS for row in rows],

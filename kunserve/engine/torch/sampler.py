@@ -10,18 +10,21 @@ draw's point comes from the host, which knows it beforehand: (seed, position) gi
 else, so a request draws the same tokens wherever it runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kunserve.core.ids import RequestId
 from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.core.tokens import TokenIds
-from kunserve.engine.sampling.sampler import RequestState, Sampler, sample_row
+from kunserve.engine.sampling.sampler import RequestState, Sampler, is_greedy, sample_row
 from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.torch.draws import (
+    MOST_LISTED,
     likeliest,
     pick_by_id,
     pick_falling,
@@ -30,7 +33,7 @@ from kunserve.engine.torch.draws import (
     weights_of,
 )
 from kunserve.engine.torch.histories import AllowedTokens, Histories
-from kunserve.engine.torch.pinned import Sender
+from kunserve.engine.torch.pinned import Coming, Sender
 from kunserve.engine.torch.row_groups import Batch, DeviceRow
 
 ROWS_AT_ONCE = 256
@@ -57,6 +60,8 @@ class TorchSampler(Sampler):
         self._allowed = AllowedTokens(vocab_size, device)
         self._histories = Histories(device)
         self._rows: dict[RequestId, DeviceRow] = {}
+        self._last: list[torch.Tensor] = []
+        """Tokens [n] that were asked for last, in the order of their rows."""
         self._batches: dict[tuple[RequestId, ...], Batch] = {}
         """Of the last steps, since a request came or went. Several stages have one each."""
 
@@ -72,7 +77,7 @@ class TorchSampler(Sampler):
         for request_id, sampling in zip(ids, asked, strict=True):
             self.start(SequenceStart(request_id, sampling, 1, TokenIds([0])))
         logits = torch.zeros(len(ids), self._vocab_size, device=self._sender.device)
-        sampled = [*self._sample_batch(self._batch_of(ids), logits, [0] * len(ids))]
+        sampled = self.sample(logits, ids, [0] * len(ids))
         assert all(one.token_id is not None for one in sampled), sampled
         for request_id in ids:
             self.forget(request_id)
@@ -107,13 +112,41 @@ class TorchSampler(Sampler):
         self, logits: torch.Tensor, request_ids: Sequence[RequestId], positions: Sequence[int]
     ) -> tuple[SampledToken, ...]:
         """See ``Sampler.sample``."""
-        sampled: list[SampledToken] = []
+        return self.ask(logits, request_ids, positions)()
+
+    def ask(
+        self, logits: torch.Tensor, request_ids: Sequence[RequestId], positions: Sequence[int]
+    ) -> Callable[[], tuple[SampledToken, ...]]:
+        """See ``Sampler.ask``."""
+        asked = []
         for first in range(0, len(request_ids), ROWS_AT_ONCE):
             some = slice(first, first + ROWS_AT_ONCE)
             batch = self._batch_of(tuple(request_ids[some]))
-            sampled += self._sample_batch(batch, logits[some], positions[some])
-        self._flush()
-        return tuple(sampled)
+            asked.append(self._ask_batch(batch, logits[some], positions[some]))
+        self._last = [one.tokens for one in asked]
+
+        def take() -> tuple[SampledToken, ...]:
+            sampled = tuple([token for one in asked for token in self._take_batch(one)])
+            self._flush()
+            return sampled
+
+        return take
+
+    def feed(self, places: npt.NDArray[np.int32]) -> torch.Tensor:
+        """See ``Sampler.feed``."""
+        tokens = self._last[0] if len(self._last) == 1 else torch.cat(self._last)
+        return tokens.index_select(0, self._sender.send({"at": places.astype(np.int64)})["at"])
+
+    def chooses_alone(self, sampling: SamplingParams) -> bool:
+        """See ``Sampler.chooses_alone``. Not where the host must look at logits, or at what was
+        drawn.
+        """
+        if sampling.structured is not None or sampling.bad_words:
+            return False
+        if is_greedy(sampling):
+            return True
+        top_k = sampling.top_k
+        return sampling.top_p >= 1.0 if top_k is None else top_k <= MOST_LISTED
 
     def _batch_of(self, request_ids: tuple[RequestId, ...]) -> Batch:
         batch = self._batches.get(request_ids)
@@ -126,9 +159,7 @@ class TorchSampler(Sampler):
             self._batches[request_ids] = batch
         return batch
 
-    def _sample_batch(
-        self, batch: Batch, logits: torch.Tensor, positions: Sequence[int]
-    ) -> Iterator[SampledToken]:
+    def _ask_batch(self, batch: Batch, logits: torch.Tensor, positions: Sequence[int]) -> "_Asked":
         assert logits.is_contiguous(), logits.stride()
         step = _Step(batch, self._sender, positions)
         # Among equals the first one, as torch promises.
@@ -144,15 +175,31 @@ class TorchSampler(Sampler):
         weights = _draw(step, logits, tokens, is_enough) if batch.drawn else None
         # The one copy that everybody waits for.
         found = torch.stack((tokens, is_sound.to(tokens.dtype), is_enough.to(tokens.dtype)))
-        chosen, sound, enough = found.tolist()
-        to_sort = [i for i in batch.whole.rows if i in batch.sorted or not enough[i]]
-        if to_sort and weights is not None:
-            self._sort(step, weights, to_sort, tokens)
-            chosen = tokens.tolist()
+        asked = _Asked(step, positions, tokens, Coming(found), weights, scored, on_host)
+        if not batch.may_sort:
+            self._follow(asked)
+        return asked
+
+    def _follow(self, asked: "_Asked") -> None:
+        """What the device does with the tokens, once it has them all."""
+        step, tokens = asked.step, asked.tokens
         for part, at in step.penalised:
             new = tokens.index_select(0, part.asked.rows)[:, None]
             self._histories.append(part.asked, part.num_tokens(step.positions), at, new)
-        logprobs = {} if scored is None else _logprobs_of(batch, scored, tokens)
+        if asked.scored is not None:
+            of_tokens = step.batch.scored.of(tokens)[:, None]
+            asked.scores = Coming(score(asked.scored, of_tokens, step.batch.num_scored))
+
+    def _take_batch(self, asked: "_Asked") -> Iterator[SampledToken]:
+        batch, positions, on_host = asked.step.batch, asked.positions, asked.on_host
+        chosen, sound, enough = asked.found.taken()
+        if batch.may_sort:
+            to_sort = [i for i in batch.whole.rows if i in batch.sorted or not enough[i]]
+            if to_sort and asked.weights is not None:
+                self._sort(asked.step, asked.weights, to_sort, asked.tokens)
+                chosen = asked.tokens.tolist()
+            self._follow(asked)
+        logprobs = {} if asked.scores is None else _logprobs_of(batch, asked.scores.taken())
         rows_here = [] if on_host is None else on_host.cpu().numpy()
         by_row = dict(zip(batch.on_host.rows, rows_here, strict=True))
         for i, (request_id, state) in enumerate(zip(batch.request_ids, batch.states, strict=True)):
@@ -215,6 +262,24 @@ class _Step:
         return self.sent["points"][:, None]
 
 
+@dataclass(slots=True)
+class _Asked:
+    """What the device was asked for, of some rows."""
+
+    step: _Step
+    positions: Sequence[int]
+    tokens: torch.Tensor
+    """[n] on the device."""
+    found: Coming
+    weights: torch.Tensor | None
+    """As ``_draw`` gives them."""
+    scored: torch.Tensor | None
+    """A copy of the rows whose log-probabilities are asked for."""
+    on_host: torch.Tensor | None
+    """A copy of the rows whose tokens the host chooses."""
+    scores: Coming | None = None
+
+
 def _draw(
     step: _Step, logits: torch.Tensor, tokens: torch.Tensor, is_enough: torch.Tensor
 ) -> torch.Tensor | None:
@@ -246,11 +311,8 @@ def _draw(
     return weights
 
 
-def _logprobs_of(
-    batch: Batch, logits: torch.Tensor, tokens: torch.Tensor
-) -> dict[int, TokenLogprobs]:
-    """By row. ``logits`` are those of the rows that ask for them, unchanged, in a copy."""
-    scores = score(logits, batch.scored.of(tokens)[:, None], batch.num_scored).tolist()
+def _logprobs_of(batch: Batch, scores: list[list[float]]) -> dict[int, TokenLogprobs]:
+    """By row. ``scores`` are those of the rows that ask for them."""
     most = (len(scores[0]) - 2) // 2
     found = {}
     for row, (logprob, rank, *rest) in zip(batch.scored.rows, scores, strict=True):

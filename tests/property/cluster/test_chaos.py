@@ -41,11 +41,12 @@ schedules = st.lists(
 
 @pytest.mark.timeout(600 + NUM_SCHEDULES)  # a failure takes minutes to shrink
 @settings(max_examples=NUM_SCHEDULES)
-@given(num_instances=st.integers(1, 4), schedule=schedules)
+@given(num_instances=st.integers(1, 4), schedule=schedules, runs_ahead=st.booleans())
 def test_chaos_leaves_every_request_ended_once_with_its_tokens(
-    num_instances: int, schedule: list[Happening]
+    num_instances: int, schedule: list[Happening], runs_ahead: bool
 ) -> None:
     cluster = ChaosCluster(Setting(num_instances))
+    cluster.runs_ahead = runs_ahead
     play(cluster, schedule)
     cluster.heal()
     cluster.finish()
@@ -66,10 +67,11 @@ def two_minutes(cluster: ChaosCluster, draw: random.Random) -> Iterator[Happenin
         yield Wait(draw.choice([0.1, 0.6, 1.0]))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_two_minutes_of_chaos(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "runs_ahead"), [(1, False), (2, False), (3, True)])
+def test_two_minutes_of_chaos(seed: int, runs_ahead: bool) -> None:
     draw = random.Random(seed)
     cluster = ChaosCluster(Setting(4), max_deaths=100, max_poison=20)
+    cluster.runs_ahead = runs_ahead
     play(cluster, two_minutes(cluster, draw))
     cluster.heal()
     cluster.finish()

@@ -56,9 +56,11 @@ class TransitionsMachine(RuleBasedStateMachine):
         extra_units=st.integers(0, 3),
         swap=st.sampled_from(SWAPS),
         head_cost_layers=st.sampled_from([None, 0.5, 3.0]),
+        runs_ahead=st.booleans(),
     )
-    def start(self, **given: Any) -> None:
+    def start(self, runs_ahead: bool, **given: Any) -> None:
         self.cluster = FakeCluster(**given)
+        self.cluster.runs_ahead = runs_ahead
 
     # Requests
 

@@ -1,6 +1,7 @@
 """Random lives of a scheduler, with stages that check every plan as real ones would."""
 
 from collections import deque
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -244,7 +245,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.stages = Stages(self.link.capacity_blocks)
         self.stages.salts = self.salts
-        self.plans: deque[tuple[StepPlan, list[int]]] = deque()
+        self.plans: deque[tuple[StepPlan, list[int], bool]] = deque()
+        """With their input tokens; of one that runs ahead which of those sampled last they are."""
+        self.sampled: list[int] = []
+        """By the last step that ran."""
         self.results: deque[StepResult] = deque()
 
     @rule(
@@ -314,7 +318,23 @@ class SchedulerMachine(RuleBasedStateMachine):
                 *self.outputs[start.request_id],
             )
             assert start.token_ids == (known if start.sampling.needs_history else ())
-        self.plans.append((plan, self.scheduler.token_ids_of(plan).tolist()))
+        self.plans.append((plan, self.scheduler.token_ids_of(plan).tolist(), False))
+
+    @rule(keeps_apart=st.booleans())
+    def plan_ahead(self, keeps_apart: bool = False) -> None:
+        """A body that does not feed requests with penalties back, or that does."""
+        is_due = self.scheduler.num_in_flight == 1 and not self.scheduler._in_flight.is_ahead
+        plan = self.scheduler.schedule_ahead(
+            lambda sampling: not (keeps_apart and sampling.presence_penalty)
+        )
+        if plan is None:
+            return
+        assert is_due and self.num_stages == 1 and self.config.speculative_config is None
+        assert not (plan.released or plan.started or plan.swapped_in or plan.swapped_out)
+        assert all(chunk.num_tokens == chunk.num_sampled == 1 for chunk in plan.chunks)
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert len(plan.chunks) <= self.config.max_num_seqs
+        self.plans.append((plan, self.scheduler.feeds().tolist(), True))
 
     def check_victim(self, request_id: RequestId, ran: set[RequestId]) -> None:
         """Nobody who goes on is less urgent (where a pause's bound does not ask for more)."""
@@ -327,8 +347,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plans)
     @rule()
     def execute(self) -> None:
-        plan, tokens = self.plans.popleft()
-        self.results.append(self.stages.run(plan, tokens))
+        plan, tokens, is_fed = self.plans.popleft()
+        if is_fed:
+            tokens = [self.sampled[place] for place in tokens]
+        result = self.stages.run(plan, tokens)
+        self.sampled = [token.token_id for token in result.tokens]
+        self.results.append(result)
 
     @precondition(lambda self: self.results)
     @rule()
@@ -350,11 +374,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                     or (len(tokens) + len(request.prompt_token_ids) == self.max_model_len)
                 )
 
-    @rule(count=st.integers(1, 12))
-    def go_on(self, count: int) -> None:
+    @rule(count=st.integers(1, 12), runs_ahead=st.booleans())
+    def go_on(self, count: int, runs_ahead: bool) -> None:
         for _ in range(count):
             self.plan()
             self.scheduler.check()
+            if runs_ahead:
+                self.plan_ahead()
+                self.scheduler.check()
             if self.plans:
                 self.execute()
             if self.results:
@@ -442,7 +469,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
-        assert self.scheduler.num_in_flight == len(self.plans) + len(self.results)
+        num_planned = self.scheduler.num_in_flight + self.scheduler._in_flight.is_ahead
+        assert num_planned == len(self.plans) + len(self.results)
         load = self.scheduler.load(1, len(self.requests), self.now_s)
         live = len(self.requests) - len(self.ended)
         assert load.num_running + load.num_waiting + load.num_stalled == live
@@ -483,5 +511,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert cached == self.scheduler.cached_blocks
 
 
+class AheadMachine(SchedulerMachine):
+    """Of groups of one stage, where steps run ahead whenever they may."""
+
+    def form(self, num_stages: int, capacity: int, group: int) -> None:
+        self.config = replace(self.config, speculative_config=None, max_num_batched_tokens=12)
+        super().form(1, capacity, group)
+
+    @rule(count=st.integers(5, 15))
+    def run_ahead(self, count: int) -> None:
+        self.go_on(count, runs_ahead=True)
+
+
+TestAhead = AheadMachine.TestCase
+TestAhead.settings = settings(max_examples=examples(100), stateful_step_count=50)
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=examples(100), stateful_step_count=50)

@@ -11,7 +11,7 @@ import torch
 from kunserve.core.config import InstanceConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.extras import find_extra
-from kunserve.engine.backend import OneMemory, kv_in
+from kunserve.engine.backend import OneMemory, Wait, kv_in, nothing_to_wait_for
 from kunserve.engine.cpu.decoder import StepDecoder, StepLimits
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
@@ -209,14 +209,22 @@ class CudaBackend(OneMemory):
         )
         return sampler
 
-    def synchronize(self, look_up: Callable[[], None] | None = None) -> None:
+    @property
+    def runs_ahead(self) -> bool:
+        """See ``Backend``. FlashInfer's plans lie in memory that the step before may still read."""
+        return self._attention == "fused"
+
+    def mark(self) -> Wait:
         """See ``Backend``."""
         if self.device.type != "cuda":
-            return
-        if look_up is not None:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-            while not done.query():  # type: ignore[no-untyped-call]
+            return nothing_to_wait_for
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+
+        def wait(look_up: Callable[[], None] | None) -> None:
+            while look_up is not None and not done.query():
                 look_up()
                 time.sleep(_LOOK_GAP_S)
-        torch.cuda.synchronize(self.device)
+            done.synchronize()
+
+        return wait

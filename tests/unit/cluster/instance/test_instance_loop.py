@@ -50,6 +50,7 @@ class Body(FakeBody):
     """Says when a step begins, and whether one is computed."""
 
     is_computing = False
+    num_launched = 0
     on_step: Callable[[], None] = staticmethod(lambda: None)
 
     def execute(self, *given: Any) -> Any:
@@ -58,6 +59,17 @@ class Body(FakeBody):
         outcome = super().execute(*given)
         self.is_computing = False
         return outcome
+
+    def launch(self, *given: Any) -> Any:
+        self.num_launched += 1
+        outcome = self.execute(*given)
+        self.is_computing = True
+        return outcome
+
+    def collect(self, *given: Any) -> Any:
+        self.num_launched -= 1
+        self.is_computing = self.num_launched > 0
+        return super().collect(*given)
 
 
 class Mover(WorldMover):
