@@ -339,7 +339,8 @@ class DeviceLoop(InstanceLoop):
         self._ahead = None
         self._meanwhile()
         following = None
-        if not self._post.has_no_front:
+        maps_next = self._agent.is_preparing and body.maps_when_idle
+        if not (self._post.has_no_front or maps_next):
             following = self._agent.next_ahead(body.feeds_back)
         if following is not None:
             assert isinstance(following.step, StepWork)
@@ -348,6 +349,8 @@ class DeviceLoop(InstanceLoop):
         return body.collect(asked, look_up)
 
     def _prepare(self) -> None:
+        if self._runs_ahead:
+            return
         if self._body.maps_when_idle or not self._agent.has_ready_work():
             super()._prepare()
 
