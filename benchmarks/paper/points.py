@@ -5,9 +5,10 @@ Prompts of LongBench are cut at 16,384 tokens, as in the authors' artifact.
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from benchmarks.markdown import Row
 from benchmarks.paper.held_back import held_back
@@ -118,6 +119,12 @@ UNSEEN = tuple(
 service in the rest of the trace that do not overlap. Rules have been held against them since."""
 
 
+Named: TypeAlias = tuple[str, float, str]
+"""Name, value and unit of a figure."""
+RunFigures: TypeAlias = Callable[[str, Scenario], Iterator[Named]]
+"""Runs the system of that name."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class RunKey:
     """One run of a point."""
@@ -166,11 +173,14 @@ def run_missing(
     known: Mapping[RunKey, KeptRun],
     *,
     again: bool,
+    run: RunFigures | None = None,
 ) -> None:
     """Simulate what the results lack: figures as lines of JSON, as soon as a run is over.
 
     ``again``: also what they have of other code than today's. Otherwise only said to be so.
+    ``run`` None: `run_figures`.
     """
+    figures = run_figures if run is None else run
     num_other = 0
     with Report(benchmark, code()) as report:
         for point, seed, system in runs:
@@ -178,15 +188,19 @@ def run_missing(
             if key in known and (known[key].code == code() or not again):
                 num_other += known[key].code != code()
                 continue
-            for name, value, unit in run_figures(system, point.scenario(seed)):
+            for name, value, unit in figures(system, point.scenario(seed)):
                 report.add(name, value, unit, point=point.name, seed=seed, system=system)
     if num_other:
         print(f"{num_other} kept runs are of other code than {code()}", file=sys.stderr)
 
 
-def run_figures(system: str, scenario: Scenario) -> Iterator[tuple[str, float, str]]:
-    """What is kept of one run: name, value and unit of each figure."""
-    result = simulate(find_system(system), scenario)
+def run_figures(system: str, scenario: Scenario) -> Iterator[Named]:
+    """What is kept of one run."""
+    return figures_of_run(simulate(find_system(system), scenario), scenario)
+
+
+def figures_of_run(result: SimResult, scenario: Scenario) -> Iterator[Named]:
+    """What is kept of its result."""
     metrics = result.metrics
     yield "P50 TTFT", metrics.ttft.percentile_s(50.0), "s"
     yield "P99 TTFT", metrics.ttft.percentile_s(99.0), "s"

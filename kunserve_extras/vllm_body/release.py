@@ -5,7 +5,6 @@ this process is. One step at a time in a process, because its context is a globa
 """
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -47,25 +46,37 @@ class _Ends:
     """In place of the pipeline's group: which end of it the next call computes."""
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self.group = group
         self.is_first_rank = True
         self.is_last_rank = True
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
+        return getattr(self.group, name)
 
 
 @cache
 def _world() -> _Ends:
     """A group of this process alone, made once, and what is replaced."""
-    store = tempfile.mkdtemp(prefix="kunserve-vllm-")
-    parallel_state.init_distributed_environment(1, 0, f"file://{store}/alone", 0, "gloo")
+    # Before vLLM does, which would leave a file or open a port for it.
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
     parallel_state.initialize_model_parallel(1, 1)
     ends = _Ends(parallel_state.get_pp_group())
     assert parallel_state._PP is not None and gemm_choice.dispatch_cpu_unquantized_gemm
     parallel_state._PP = ends
     gemm_choice.dispatch_cpu_unquantized_gemm = _choose_product
     return ends
+
+
+def _enter_world(config: VllmConfig) -> None:
+    """The same for a model that is about to be made: one with experts needs a group for them."""
+    ends = _world()
+    if config.model_config.is_moe and parallel_state._EP is None:  # another model came first
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(1, 1)
+        ends.group, parallel_state._PP = parallel_state.get_pp_group(), ends
+    ends.is_first_rank = ends.is_last_rank = True
 
 
 def _choose_product(module: nn.Module, remove_weight: bool) -> None:
@@ -94,8 +105,7 @@ def open_model(folder: Path, dtype: str, block_size: int) -> "Model":
         config.compilation_config.fast_moe_cold_start = False
         config.kernel_config.ir_op_priority.set_default()
         with set_current_vllm_config(config):
-            ends = _world()
-            ends.is_first_rank = ends.is_last_rank = True
+            _enter_world(config)
             with set_default_torch_dtype(config.model_config.dtype), _CPU:
                 module = initialize_model(config).eval()
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
@@ -27,6 +28,8 @@ from kunserve_lab.world.world import Watcher
 LEAD_S = 5.0
 """Virtual time before the first request, in which instances form their groups."""
 DRAIN_S = 30.0
+MakeWorld: TypeAlias = Callable[..., TimedWorld]
+"""As `TimedWorld` is made: what a study changes of the world is a subclass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +70,15 @@ def simulate(
     watcher: Watcher | None = None,
     ended: Callable[[RequestRecord], None] = lambda record: None,
     is_drained: bool = False,
+    make_world: MakeWorld = TimedWorld,
 ) -> SimResult:
     """Replay the scenario under one system. Equal arguments give equal results.
 
     With ``is_drained`` the cluster runs on for a while, and nothing may be left of any request.
     """
     with _without_collector():
-        return _simulate(system, scenario_of(system, scenario), watcher, ended, is_drained)
+        found = scenario_of(system, scenario)
+        return _simulate(system, found, watcher, ended, is_drained, make_world)
 
 
 @contextlib.contextmanager
@@ -94,6 +99,7 @@ def _simulate(
     watcher: Watcher | None,
     ended: Callable[[RequestRecord], None],
     is_drained: bool,
+    make_world: MakeWorld,
 ) -> SimResult:
     heap = EventHeap()
     profile, workload = scenario.profile, scenario.workload
@@ -113,7 +119,7 @@ def _simulate(
         scenario.server,
     )
     client = SimClient(heap, workload, LEAD_S, ended)
-    cluster = TimedWorld(
+    cluster = make_world(
         plan,
         profile,
         heap,
