@@ -84,7 +84,7 @@ def show(report: Report, names: list[str], rates: dict[tuple[str, str], list[flo
             report.add(name, medians[name], "tokens/s", case=case.name)
             report.add(f"{name}, least", min(values), "tokens/s", case=case.name)
             report.add(f"{name}, most", max(values), "tokens/s", case=case.name)
-        for name in [one for one in names if one != OURS_BY_VLLM]:
+        for name in [other for other in names if other != OURS_BY_VLLM]:
             ratio = medians[OURS_BY_VLLM] / medians[name]
             lost = "  LOST" if ratio < 1.0 else ""
             report.add(f"{OURS_BY_VLLM} / {name}{lost}", ratio, "x", case=case.name)
