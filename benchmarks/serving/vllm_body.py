@@ -53,13 +53,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--without-vllm-serve", action="store_true")
     options = parser.parse_args()
     servers = servers_of(options.peers, options.threads, options.dtype)
+    servers = servers[int(options.without_vllm_serve) :]
     rates: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
         for server in servers:
             stack.enter_context(running(server, Path(logs)))
-        say("starting all three (vLLM takes a minute) ...")
+        say("starting (vLLM takes a minute, more where others work) ...")
         for round_number in range(options.rounds + 1):
             for case in CASES:
                 for server in servers:
@@ -69,20 +71,20 @@ def main() -> None:
             say(f"round {round_number} of {options.rounds} done")
     settings = {"model": "SmolLM2-135M", "dtype": options.dtype, "threads": options.threads}
     with Report("vllm_body", **settings, rounds=options.rounds) as report:
-        show(report, rates)
+        show(report, [server.name for server in servers], rates)
 
 
-def show(report: Report, rates: dict[tuple[str, str], list[float]]) -> None:
+def show(report: Report, names: list[str], rates: dict[tuple[str, str], list[float]]) -> None:
     """Medians, ranges, and by how much our server with vLLM's classes is behind, where it is."""
     for case in CASES:
         medians = {}
-        for name in (VLLM, OURS_BY_VLLM, OURS):
+        for name in names:
             values = rates[case.name, name]
             medians[name] = statistics.median(values)
             report.add(name, medians[name], "tokens/s", case=case.name)
             report.add(f"{name}, least", min(values), "tokens/s", case=case.name)
             report.add(f"{name}, most", max(values), "tokens/s", case=case.name)
-        for name in (VLLM, OURS):
+        for name in [other for other in names if other != OURS_BY_VLLM]:
             ratio = medians[OURS_BY_VLLM] / medians[name]
             lost = "  LOST" if ratio < 1.0 else ""
             report.add(f"{OURS_BY_VLLM} / {name}{lost}", ratio, "x", case=case.name)
