@@ -12,7 +12,7 @@ an assertion when used.
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -124,8 +124,7 @@ class FakeBody(ViewedMemory):
         """Layers whose bytes may have changed since a step last used them."""
         self._starts: dict[RequestId, SequenceStart] = {}
         self._history: dict[RequestId, list[int]] = {}
-        self._sampled: tuple[SampledToken, ...] = ()
-        """By the last step."""
+        self._sampled: tuple[SampledToken, ...] = ()  # by the last step
         self.host = HostStore(self)
         self.load_layers(self._whole)
 
@@ -195,14 +194,9 @@ class FakeBody(ViewedMemory):
         self._sampled = tuple(self._sample(work, rows))
         return StepOutcome(None, self._sampled, scores)
 
-    def launch(
-        self,
-        work: StepWork,
-        hidden: Uint64Array | None,
-        look_up: Callable[[], None] | None = None,
-    ) -> StepOutcome:
+    def launch(self, work: StepWork, *given: Any) -> StepOutcome:
         """Compute at once what ``collect`` gives."""
-        return self.execute(work, hidden, look_up)
+        return self.execute(work, *given)
 
     def collect(self, asked: StepOutcome, look_up: Callable[[], None] | None = None) -> StepOutcome:
         """What was launched."""

@@ -135,10 +135,7 @@ class InstanceAgent:
         return None
 
     def next_ahead(self, feeds_back: Callable[[SamplingParams], bool]) -> Work | None:
-        """While one step runs: the next, if it needs its tokens only as inputs.
-
-        ``finished`` comes for both, in order. ``feeds_back``: see ``Scheduler.schedule_ahead``.
-        """
+        """While a step runs: the next, if tokens of the first are but its inputs; both finish."""
         membership = self.membership if self._is_calm else None
         return localize_ahead(self.state, self.change, membership, feeds_back)
 
@@ -171,10 +168,8 @@ class InstanceAgent:
     def has_ready_work(self) -> bool:
         """Whether ``next_work`` may have something, so that the driver should not sleep."""
         membership = self.membership
-        if membership is None:
-            return False
-        if self.has_head_work:
-            return True
+        if membership is None or self.has_head_work:
+            return membership is not None
         if membership.ready:
             return not self._lacks_units
         scheduler = membership.scheduler
@@ -188,10 +183,7 @@ class InstanceAgent:
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether peers wait for KV from here or are waited for: mail should not wait for a step.
-
-        Messages and ends of pulls may then be given in the middle of a step too.
-        """
+        """Whether KV is on its way: mail and ends of pulls may come in the middle of a step."""
         return self.change.is_exchanging
 
     @property
