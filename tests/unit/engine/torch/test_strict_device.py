@@ -3,7 +3,8 @@
 The CPU would do it without a word, so nothing else here could tell.
 """
 
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,16 +119,19 @@ def test_no_kernel_is_launched_with_a_pointer_to_nothing(
     monkeypatch.setattr(CudaBackend, "open_ops", lambda *_: launched)
     expected = tokens(folder, torch.device("cpu"), is_eager=True)
     assert expected[0] == expected[1] == expected[2] and launched.num_asked > 1000
-    below = wrap_below(fake)
-    with pytest.raises(AssertionError, match="rotate: pointer 0.*cannot be accessed"):
+    refused = pytest.raises(AssertionError, match="rotate: pointer 0.*cannot be accessed")
+    with unmapped() as below, refused:
         launched.rotate(below, torch.zeros(1, 2, 4))
+    assert fake.left() == {}
 
 
-def wrap_below(fake: FakeCuda) -> torch.Tensor:
+@contextmanager
+def unmapped() -> Iterator[torch.Tensor]:
     """A tensor that begins where nothing is mapped, as units below unit 0 would without a guard."""
-    driver = Driver(library=build())
-    address = driver.reserve(2 * FAKE_GRANULARITY_BYTES, FAKE_GRANULARITY_BYTES)
-    return wrap(address, 2 * FAKE_GRANULARITY_BYTES, torch.device("cpu"))[:8].view(1, 1, 8)
+    driver, num_bytes = Driver(library=build()), 2 * FAKE_GRANULARITY_BYTES
+    address = driver.reserve(num_bytes, FAKE_GRANULARITY_BYTES)
+    yield wrap(address, num_bytes, torch.device("cpu"))[:8].view(1, 1, 8)
+    driver.unreserve(address, num_bytes)
 
 
 def test_what_torch_on_a_device_refuses_is_refused() -> None:
