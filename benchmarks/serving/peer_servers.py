@@ -12,6 +12,8 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,10 @@ from pathlib import Path
 from kunserve_lab.bench.server_process import free_ports, unwinding_on_sigterm
 
 ROOT = Path(__file__).parents[2]
+READY_S = 600.0
+"""vLLM compiles its model at the first start: minutes on two cores."""
+LAST_LINES = 15
+"""Of a log, where a server does not start."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +105,8 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def running(server: Server, logs: Path) -> Generator[None, None, None]:
-    """The server's process, stopped at the end whatever happens."""
+def running(server: Server, logs: Path) -> Generator[subprocess.Popen[bytes], None, None]:
+    """The server's process, whose log lies in ``logs``; stopped at the end whatever happens."""
     with unwinding_on_sigterm(), (logs / f"{server.name}.log").open("wb") as log:
         process = subprocess.Popen(
             server.command,
@@ -110,7 +116,7 @@ def running(server: Server, logs: Path) -> Generator[None, None, None]:
             start_new_session=True,
         )
         try:
-            yield
+            yield process
         finally:
             process.terminate()
             try:
@@ -118,6 +124,19 @@ def running(server: Server, logs: Path) -> Generator[None, None, None]:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 process.wait()
+
+
+def until_ready(server: Server, process: subprocess.Popen[bytes], logs: Path) -> float:
+    """Wait for the first answer; seconds. Exits with the log's end if there will be none."""
+    began_s = time.monotonic()
+    while process.poll() is None and time.monotonic() - began_s < READY_S:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/v1/models"):
+            return time.monotonic() - began_s
+        time.sleep(0.5)
+    what = "no answer" if process.poll() is None else f"it ended with {process.returncode}"
+    lines = (logs / f"{server.name}.log").read_text(errors="replace").splitlines()
+    end = "\n".join(lines[-LAST_LINES:])
+    raise SystemExit(f"{server.name} does not serve ({what}):\n{end}")
 
 
 def main() -> None:

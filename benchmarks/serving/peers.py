@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import Report
-from benchmarks.serving.peer_servers import Server, installed, ours, running, say
+from benchmarks.serving.peer_servers import Server, installed, ours, running, say, until_ready
 from kunserve.engine.cpu.kernels.levels import asked_level, fitting_levels, processor_name
 from kunserve_lab.bench.client import CallSettings
 from kunserve_lab.bench.metrics import compute_metrics
@@ -90,9 +90,10 @@ def main() -> None:
             say(f"left out, not installed under {options.peers}: {', '.join(missing)}")
     rates: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
-        for server in servers:
-            stack.enter_context(running(server, Path(logs)))
-        say(f"starting {', '.join(s.name for s in servers)} (vLLM takes a minute) ...")
+        say(f"starting {', '.join(s.name for s in servers)} (vLLM takes minutes at first) ...")
+        processes = [stack.enter_context(running(server, Path(logs))) for server in servers]
+        for server, process in zip(servers, processes, strict=True):
+            say(f"{server.name} ready in {until_ready(server, process, Path(logs)):.0f} s")
         for round_number in range(options.rounds + 1):
             for case in CASES:
                 for server in servers:
