@@ -19,6 +19,7 @@ from benchmarks.paper.kept_results import (
     signed,
 )
 from benchmarks.paper.map_agreement import EXPERIMENTS, Compared, compared
+from benchmarks.paper.peer_tables import peers
 from benchmarks.paper.real_tables import (
     ABOVE,
     FIRST,
@@ -261,6 +262,7 @@ TABLES: dict[str, Table] = {
     "fixed": Table(fixed, _simulated(*FIXED.values())),
     "instead": Table(instead, _simulated(*INSTEAD_EXPERIMENTS)),
     "shedding": Table(shedding, _simulated(*(FIXED[name] for name in SHED_AT))),
+    "peers": Table(peers, ("peers",)),
     "prediction": Table(prediction, ("prediction_ratio",)),
     "sparse-instances": Table(sparse_instances, ("sparse_models",)),
     "sparse-models": Table(sparse_bursts, _simulated(*NAMES)),

@@ -14,8 +14,10 @@ import asyncio
 import contextlib
 import statistics
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from benchmarks.report import Report
 from benchmarks.serving.peer_servers import Server, installed, ours, running, say, until_ready
@@ -30,6 +32,8 @@ from kunserve_lab.workload.workload import Workload
 
 READY_S = 240.0
 TRIES = 4
+Rates: TypeAlias = dict[tuple[str, str], float]
+"""Tokens per second by case and server."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,15 @@ async def one(server: Server, case: Case, seed: int) -> float:
     return metrics.output_throughput
 
 
+def turn(servers: list[Server], seed: int) -> Rates:
+    """One round: every case, server by server."""
+    return {
+        (case.name, server.name): asyncio.run(one(server, case, seed))
+        for case in CASES
+        for server in servers
+    }
+
+
 def main() -> None:
     """Start all, measure in turns, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -88,32 +101,36 @@ def main() -> None:
         servers += [one for one in found if not options.systems or one.name in options.systems]
         if missing:
             say(f"left out, not installed under {options.peers}: {', '.join(missing)}")
-    rates: dict[tuple[str, str], list[float]] = {}
+    whole: list[Rates] = []
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
         say(f"starting {', '.join(s.name for s in servers)} (vLLM takes minutes at first) ...")
         processes = [stack.enter_context(running(server, Path(logs))) for server in servers]
         for server, process in zip(servers, processes, strict=True):
             say(f"{server.name} ready in {until_ready(server, process, Path(logs)):.0f} s")
-        for round_number in range(options.rounds + 1):
-            for case in CASES:
-                for server in servers:
-                    rate = asyncio.run(one(server, case, round_number))
-                    if round_number:  # the first round warms up
-                        rates.setdefault((case.name, server.name), []).append(rate)
-            say(f"round {round_number} of {options.rounds} done")
+        try:
+            for number in range(options.rounds + 1):  # the first round warms up
+                whole.append(turn(servers, number))
+                say(f"round {number} of {options.rounds} done")
+        except (KeyboardInterrupt, SystemExit):
+            if len(whole) < 2:
+                raise
+            say("broken off: the whole rounds follow")
+    rates = {one: [found[one] for found in whole[1:]] for one in whole[0]}
     level = asked_level() or next(iter(fitting_levels()), None)
     with Report(
         "peers",
         model="SmolLM2-135M",
         threads=options.threads,
-        rounds=options.rounds,
+        rounds=len(whole) - 1,
         processor=processor_name(),
         kernels="none" if level is None else level.name,
     ) as report:
         show(report, servers, rates)
 
 
-def show(report: Report, servers: list[Server], rates: dict[tuple[str, str], list[float]]) -> None:
+def show(
+    report: Report, servers: list[Server], rates: Mapping[tuple[str, str], list[float]]
+) -> None:
     """Medians and ranges over the rounds, and our ratios."""
     for case in CASES:
         medians = {one.name: statistics.median(rates[case.name, one.name]) for one in servers}
