@@ -32,7 +32,7 @@ from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tiny_models import VOCAB, tiny_model
 from tests.unit.engine.sass import faults
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 KERNELS, MODELS = (f"tests/unit/engine/interpreted_{what}.py" for what in ("kernels", "models"))
 COMPILED = Path(tempfile.gettempdir()) / f"kunserve-triton-{os.getuid()}"
 """Kept for the next run. Triton looks for a kernel there by all that it was made of."""

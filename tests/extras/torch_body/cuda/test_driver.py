@@ -110,7 +110,7 @@ print("after")
 """
     ended = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[5],
+        cwd=Path(__file__).parents[4],
         capture_output=True,
         check=False,
         timeout=120,
@@ -245,7 +245,7 @@ ctypes.memmove(address, b"from there", 10)
 """
     subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[5],
+        cwd=Path(__file__).parents[4],
         pass_fds=(fd,),
         check=True,
         timeout=120,

@@ -255,7 +255,7 @@ print("ready", flush=True)
 signal.pause()
 """
     source = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[5], stdout=subprocess.PIPE
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[4], stdout=subprocess.PIPE
     )
     assert source.stdout is not None and source.stdout.readline() == b"ready\n"
     taker.connect({ZERO: address})
