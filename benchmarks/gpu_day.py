@@ -28,7 +28,7 @@ from benchmarks.gpu_kit import children, evidence, parts
 from benchmarks.gpu_kit.calls import CALL_S, CALLS, SETUP_S, Leg
 from benchmarks.gpu_phases import story
 from benchmarks.gpu_phases.story import DONE
-from kunserve.engine.torch.cuda.driver import LIBRARY
+from kunserve_extras.torch_body.cuda.driver import LIBRARY
 
 ROOT = Path(__file__).parent.parent
 _PACK_EVERY_S = 15.0

@@ -30,9 +30,9 @@ from kunserve.engine.memory.free_memory import PROCESS_BYTES, available_bytes, f
 from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES
 from kunserve.engine.memory.pages import HostPages
 from kunserve.engine.nodes import numa_nodes
-from kunserve.engine.torch.cuda.driver import LIBRARY, CudaError, Driver
-from kunserve.engine.torch.cuda.opening import check_torch
 from kunserve.model.source import resolve_model
+from kunserve_extras.torch_body.cuda.driver import LIBRARY, CudaError, Driver
+from kunserve_extras.torch_body.cuda.opening import check_torch
 
 Verdict: TypeAlias = Literal["ok", "note", "STOP"]
 

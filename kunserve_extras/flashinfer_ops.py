@@ -15,8 +15,8 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
 from kunserve.engine.step_batch import entries_of
-from kunserve.engine.torch.ops.table import DeviceBatch, Ops
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.ops.table import DeviceBatch, Ops
 
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for its partial sums."""

@@ -26,7 +26,7 @@ from kunserve.core.request import SamplingParams
 from kunserve.core.step import SequenceStart
 from kunserve.core.tokens import TokenIds
 from kunserve.engine.sampling.sampler import Sampler
-from kunserve.engine.torch.sampler import TorchSampler
+from kunserve_extras.torch_body.sampler import TorchSampler
 
 VOCAB = 151_936
 CONTEXT = 600

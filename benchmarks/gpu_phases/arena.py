@@ -22,11 +22,11 @@ from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.backend import kv_in
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.wrap import wrap
-from kunserve.engine.torch.cuda.driver import Driver
-from kunserve.engine.torch.cuda.pages import DevicePages
-from kunserve.engine.torch.graphs import Graph
-from kunserve.engine.torch.ops.table import DeviceBatch
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.cuda.driver import Driver
+from kunserve_extras.torch_body.cuda.pages import DevicePages
+from kunserve_extras.torch_body.graphs import Graph
+from kunserve_extras.torch_body.ops.table import DeviceBatch
 
 _ROUNDS = 3
 _KERNELS_A_GRAPH = 11

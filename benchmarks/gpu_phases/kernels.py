@@ -11,9 +11,9 @@ from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.machine import Machine
 from benchmarks.report import Report
 from kunserve.engine.attention import StepBatch, capped
-from kunserve.engine.torch.ops.reference import ReferenceOps
-from kunserve.engine.torch.ops.table import DeviceBatch, Ops
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.ops.reference import ReferenceOps
+from kunserve_extras.torch_body.ops.table import DeviceBatch, Ops
 
 Shape: TypeAlias = tuple[int, int, int, int, int | None]
 _NUM_LAYERS = 3

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.gpu_kit import parts
 from benchmarks.gpu_kit.parts import NOTHING_KNOWN, Known, Part
-from kunserve.engine.torch.cuda.driver import LIBRARY, Driver
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.cuda.driver import LIBRARY, Driver
 from tests.specs import model_spec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

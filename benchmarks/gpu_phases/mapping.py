@@ -22,8 +22,8 @@ from benchmarks.report import Report, Setting
 from kunserve.core.layout import LayerRange
 from kunserve.engine.memory.arena import Arena
 from kunserve.engine.memory.wrap import wrap
-from kunserve.engine.torch.cuda.driver import Driver
-from kunserve.engine.torch.cuda.pages import DevicePages
+from kunserve_extras.torch_body.cuda.driver import Driver
+from kunserve_extras.torch_body.cuda.pages import DevicePages
 
 _GRAPHS = 972
 """As many as a 14B model's process has."""

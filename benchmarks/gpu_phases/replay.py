@@ -17,10 +17,10 @@ from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
-from kunserve.engine.torch.cuda.backend import CudaBackend
-from kunserve.engine.torch.decoder import TorchDecoder
-from kunserve.engine.torch.graphs import GraphCounts
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.cuda.backend import CudaBackend
+from kunserve_extras.torch_body.decoder import TorchDecoder
+from kunserve_extras.torch_body.graphs import GraphCounts
 from kunserve_lab.profile.shapes import BatchShape
 from kunserve_lab.profile.stopwatch import HostClock, Stopwatch
 from tests.direct_engine import DirectEngine, prepare_all

@@ -14,10 +14,10 @@ from benchmarks.gpu_phases.machine import KIB, MIB, SHAPES, Machine
 from benchmarks.report import Report
 from kunserve.core.extras import extra_names
 from kunserve.engine.memory.wrap import wrap
-from kunserve.engine.torch.cuda.driver import Driver
-from kunserve.engine.torch.graphs import Graph, Recorder
-from kunserve.engine.torch.ops.reference import ReferenceOps
-from kunserve.engine.torch.ops.table import Ops
+from kunserve_extras.torch_body.cuda.driver import Driver
+from kunserve_extras.torch_body.graphs import Graph, Recorder
+from kunserve_extras.torch_body.ops.reference import ReferenceOps
+from kunserve_extras.torch_body.ops.table import Ops
 from kunserve_extras.triton_ops.recorder import TorchRecorder
 from kunserve_lab.bench.environment import version
 
@@ -25,8 +25,8 @@ _PATIENCE_S = 40.0
 _WIDTH = 256
 _CHILD = """
 import sys
-from kunserve.engine.torch.cuda.driver import Driver
-from kunserve.engine.torch.cuda.staging import Staging
+from kunserve_extras.torch_body.cuda.driver import Driver
+from kunserve_extras.torch_body.cuda.staging import Staging
 import numpy as np
 library, fd, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 driver = Driver(0, library)

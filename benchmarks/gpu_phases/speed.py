@@ -23,12 +23,12 @@ from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.engine.memory.arena import Arena
 from kunserve.engine.memory.wrap import wrap
-from kunserve.engine.torch.cuda.pages import DevicePages
-from kunserve.engine.torch.decoder import TorchDecoder
-from kunserve.engine.torch.ops.table import DeviceBatch, Ops
-from kunserve.engine.torch.sampler import TorchSampler
 from kunserve.engine.weights.layout import end_shapes, layer_shapes
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.cuda.pages import DevicePages
+from kunserve_extras.torch_body.decoder import TorchDecoder
+from kunserve_extras.torch_body.ops.table import DeviceBatch, Ops
+from kunserve_extras.torch_body.sampler import TorchSampler
 
 _RECORD_S = 30.0
 """For graphs of steps: the largest size comes first."""

@@ -19,8 +19,8 @@ from benchmarks.gpu_phases.machine import GIB, SHAPES, Machine
 from benchmarks.gpu_phases.speed import kv_cache, single_tokens
 from benchmarks.report import Report, Setting
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
-from kunserve.engine.torch.ops.table import DeviceBatch, Ops
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.ops.table import DeviceBatch, Ops
 
 _WORKSPACE_BYTES = 256 << 20
 _TILES = ((32, 4, 3), (64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 2))

@@ -5,7 +5,6 @@ from kunserve.core.extras import find_extra
 from kunserve.core.ids import InstanceId
 from kunserve.engine.backend import Backend, CpuBackend
 from kunserve.engine.memory.weights_file import SharedWeights
-from kunserve.engine.torch.cuda.opening import cards_of, open_card
 from kunserve.model.source import ModelSource
 
 
@@ -33,8 +32,9 @@ def open_backend(
             model, source, num_ranks, shared=shared
         )
         return backend
-    cards = cards_of(config.device, instance_id * num_ranks, num_ranks)
-    own = open_card(cards[0])
+    devices = find_extra("devices", "cuda", f"--device {config.device}")
+    cards = devices.cards_of(config.device, instance_id * num_ranks, num_ranks)
+    own: Backend = devices.open_card(cards[0])
     if num_ranks == 1:
         return own
     of_ranks = find_extra("ranks", "devices", "--tensor-parallel-size beside --device cuda")

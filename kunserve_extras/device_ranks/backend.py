@@ -12,7 +12,6 @@ from kunserve.engine.backend import Loader, Wait, kv_in
 from kunserve.engine.cpu.decoder import StepLimits
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
-from kunserve.engine.torch.cuda.backend import CudaBackend, drawing_bytes
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
 from kunserve.model.sharding import check_shardable, config_of_rank, spec_of_rank
@@ -27,6 +26,7 @@ from kunserve_extras.ranks.backend import SeveralRanks
 from kunserve_extras.ranks.meeting import PATIENCE_S
 from kunserve_extras.ranks.processes import Members, Start, spawn_member
 from kunserve_extras.ranks.shards import ShardReader
+from kunserve_extras.torch_body.cuda.backend import CudaBackend, drawing_bytes
 
 logger = logging.getLogger(__name__)
 

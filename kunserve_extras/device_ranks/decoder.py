@@ -14,8 +14,6 @@ import torch
 from kunserve.engine.attention import StepBatch
 from kunserve.engine.cpu.decoder import StepLimits, scaled
 from kunserve.engine.layer_weights import ModelWeights
-from kunserve.engine.torch.decoder import TorchDecoder
-from kunserve.engine.torch.ops.table import Ops
 from kunserve.model.sharding import first_expert, spec_of_rank, vocab_of_rank
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.device_ranks.sums import GroupSums
@@ -23,6 +21,8 @@ from kunserve_extras.ranks.decoder import Ordering
 from kunserve_extras.ranks.meeting import Meeting
 from kunserve_extras.ranks.processes import Members
 from kunserve_extras.ranks.region import Orders, Room, StageOrder
+from kunserve_extras.torch_body.decoder import TorchDecoder
+from kunserve_extras.torch_body.ops.table import Ops
 
 
 class DeviceShard(TorchDecoder):

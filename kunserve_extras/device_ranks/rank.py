@@ -5,7 +5,6 @@ from typing import Any
 from kunserve.control.instance.body import UnitCopy
 from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import kv_in
-from kunserve.engine.torch.cuda.opening import open_card
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.sharding import spec_of_rank
 from kunserve_extras.device_ranks.decoder import DeviceShard
@@ -25,6 +24,7 @@ from kunserve_extras.ranks.control import Drop, Join, OpenRegion, Reclaim, Said
 from kunserve_extras.ranks.rank import Rank
 from kunserve_extras.ranks.region import Orders
 from kunserve_extras.ranks.shards import ShardReader
+from kunserve_extras.torch_body.cuda.opening import open_card
 
 
 class DeviceRank(Rank):

@@ -27,7 +27,6 @@ from kunserve.engine.memory.weights_file import SharedWeights
 from kunserve.engine.nodes import numa_nodes, place_ranks, stay_on, visiting
 from kunserve.engine.sampling.sampler import Sampler
 from kunserve.engine.sampling.structured.forms import Forms
-from kunserve.engine.torch.cuda.backend import CudaBackend
 from kunserve.engine.weights.readers import Reader
 from kunserve.model.sharding import check_shardable, config_of_rank, spec_of_rank
 from kunserve.model.source import ModelSource
@@ -41,6 +40,7 @@ from kunserve_extras.ranks.processes import Members, Start, spawn_member
 from kunserve_extras.ranks.region import Region
 from kunserve_extras.ranks.shard_decoder import ShardDecoder
 from kunserve_extras.ranks.shards import ShardReader
+from kunserve_extras.torch_body.cuda.backend import CudaBackend
 
 
 class SeveralRanks(OwnDecoders):

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 import triton
 
-from kunserve.engine.torch.ops.table import PARTS, DeviceBatch
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.ops.table import PARTS, DeviceBatch
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
 from kunserve_extras.triton_ops.recorder import TorchRecorder
 from kunserve_extras.triton_ops.rows import (

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from kunserve.core.errors import ConfigError
-from kunserve.engine.torch.graphs import Graph
+from kunserve_extras.torch_body.graphs import Graph
 
 
 class TorchRecorder:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from kunserve.engine.torch.ops.reference import ReferenceOps
-from kunserve.engine.torch.ops.table import DeviceBatch
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.ops.reference import ReferenceOps
+from kunserve_extras.torch_body.ops.table import DeviceBatch
 from tests.fakecuda.library import FakeCuda
 
 

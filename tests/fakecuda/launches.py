@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kunserve.engine.torch.ops.reference import ReferenceOps
+from kunserve_extras.torch_body.ops.reference import ReferenceOps
 from tests.tape import Tape
 
 KERNELS = {"rms_norm": 1, "gate_mul": 1, "rotate": 1, "place": 1, "attend": 3}

@@ -25,6 +25,7 @@ from kunserve.engine.cpu.kernels.levels import (
 
 TESTS = (
     "tests/unit/engine",
+    "tests/extras/torch_body",
     "tests/e2e/tokens/test_greedy_identity.py",  # transformers, and plain attention
     "tests/e2e/tokens/test_model_families.py",  # transformers
     "tests/e2e/tokens/test_smollm2.py",  # transformers, and quantised weights

@@ -38,9 +38,8 @@ from kunserve.engine.cpu.kernels.ops import (
 from kunserve.engine.cpu.kernels.packed import PackedMatrix, rounded_bytes
 from kunserve.engine.cpu.kernels.rope import rope_tables
 from kunserve.engine.cpu.logit_room import LogitRoom
-from kunserve.engine.cpu.scratch import Scratch, widest
+from kunserve.engine.cpu.scratch import Scratch, routing_bytes, widest
 from kunserve.engine.layer_weights import ModelWeights, as_c
-from kunserve.engine.torch.experts import routing_bytes
 from kunserve.model.spec import ModelSpec
 
 __all__ = ["LOGIT_ROWS", "Decoder", "FusedDecoder", "StepBatch", "StepDecoder", "StepLimits"]

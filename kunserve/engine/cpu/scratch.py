@@ -4,13 +4,20 @@ import torch
 
 from kunserve.engine.cpu.kernels.library import CBuffers
 from kunserve.engine.cpu.kernels.packed import rounded_bytes
-from kunserve.engine.torch.experts import routing_bytes
+from kunserve.model.experts import Experts
 from kunserve.model.spec import ModelSpec
 
 
 def widest(spec: ModelSpec) -> int:
     """Values of a token that are rounded together, where weights are packed."""
     return max(spec.hidden_size, spec.q_size, spec.gated_size)
+
+
+def routing_bytes(num_tokens: int, experts: Experts) -> int:
+    """What the C kernel notes down for a step of so many tokens (``routing_of``)."""
+    shared = 0 if experts.shared_size is None else 2
+    per_token = experts.num_logits + 4 * experts.per_token + shared
+    return 4 * (num_tokens * per_token + 3 * experts.number + 2)
 
 
 class Scratch:

@@ -13,8 +13,7 @@ import click
 
 from kunserve.core.config import InstanceConfig, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError, KunServeError
-from kunserve.core.extras import extra_names
-from kunserve.engine.torch.cuda.cards import auto_device
+from kunserve.core.extras import extra_names, find_extra
 from kunserve.server.api.parsers.reasoning import REASONING_PARSERS
 from kunserve.server.api.parsers.tool_parser import TOOL_PARSERS
 from kunserve.server.start.flags.config_file import read_config_file
@@ -118,7 +117,10 @@ def _instance_config(flags: dict[str, Any]) -> InstanceConfig:
     if given.keys() >= {"gpu_memory_utilization", "memory_bytes"}:
         raise ConfigError("--gpu-memory-utilization and --instance-memory: give one of them")
     device = given.pop("device")
-    return InstanceConfig.of_device(auto_device() if device == "auto" else device, **given)
+    if device == "auto":
+        can = "cuda" in extra_names("cards")
+        device = find_extra("cards", "cuda", "--device").auto_device() if can else "cpu"
+    return InstanceConfig.of_device(device, **given)
 
 
 def config_from_flags(flags: dict[str, Any]) -> KunServeConfig:

@@ -8,13 +8,13 @@ from pathlib import Path
 from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.errors import ConfigError
+from kunserve.core.extras import find_extra
 from kunserve.core.kv_blocks import KvRing, ring_of
 from kunserve.core.plan import CardShare, Measured, Plan, SwapPlan
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.memory.copy_rate import measure_copy_rate
 from kunserve.engine.memory.free_memory import available_bytes
 from kunserve.engine.nodes import node_numbers, numa_nodes
-from kunserve.engine.torch.cuda.cards import find_share
 from kunserve.model.profile import ProfileSubject, find_cost
 from kunserve.model.quantization import kept_layer_bytes
 from kunserve.model.sharding import check_shardable, spread_over_ranks
@@ -38,8 +38,9 @@ def make_plan(
     num_ranks = config.instance.tensor_parallel_size
     if num_ranks > 1:
         check_shardable(spread_over_ranks(spec, config.instance), num_ranks)
-    # Elsewhere each instance has its GPUs to itself.
-    share = find_share(config, spec) if config.cluster.launcher == "local" else None
+    share, device = None, config.instance.device
+    if device != "cpu" and config.cluster.launcher == "local":  # else each has its GPUs to itself
+        share = find_extra("cards", "cuda", f"--device {device}").find_share(config, spec)
     layer_bytes = None if kept is None else kept_layer_bytes(source, spec)
     cost = find_step_cost(config, spec, kept, layer_bytes)
     return Plan(config, Measured(cost, find_swap(config, share), ring, share, find_sharers(config)))

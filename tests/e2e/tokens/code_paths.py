@@ -17,8 +17,8 @@ from kunserve.cluster.driver.local import LocalCluster
 from kunserve.core.config import KunServeConfig
 from kunserve.core.ids import InstanceId
 from kunserve.engine.memory.free_memory import children_of
-from kunserve.engine.torch.cuda.cards import STAND_IN
 from kunserve.model.spec import DTYPE_BYTES
+from kunserve_extras.torch_body.cuda.cards import STAND_IN
 from tests.e2e.tokens.asked_cluster import (
     GREEDY,
     NUM_TOKENS,

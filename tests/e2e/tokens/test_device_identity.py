@@ -25,10 +25,10 @@ from kunserve.engine.cpu.kernels.panels import PanelMatrix, in_panels
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.memory import Memory
-from kunserve.engine.torch.cuda.backend import CudaBackend
-from kunserve.engine.torch.decoder import TorchDecoder
-from kunserve.engine.torch.graphs import GraphCounts
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.cuda.backend import CudaBackend
+from kunserve_extras.torch_body.decoder import TorchDecoder
+from kunserve_extras.torch_body.graphs import GraphCounts
 from tests.direct_engine import DirectEngine, prepare_all
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tape import TapeRecorder

@@ -20,14 +20,14 @@ from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
 from kunserve.engine.memory.instance_memory import InstanceMemory
-from kunserve.engine.torch.cuda.backend import CudaBackend
-from kunserve.engine.torch.cuda.cards import STAND_IN
-from kunserve.engine.torch.cuda.driver import Driver
 from kunserve.model.source import resolve_model
 from kunserve_extras.device_ranks import memory as device_memory
 from kunserve_extras.device_ranks.backend import DeviceRanksBackend
 from kunserve_extras.ranks.meeting import RankLost
 from kunserve_extras.ranks.processes import Start
+from kunserve_extras.torch_body.cuda.backend import CudaBackend
+from kunserve_extras.torch_body.cuda.cards import STAND_IN
+from kunserve_extras.torch_body.cuda.driver import Driver
 from tests.direct_engine import DirectEngine
 from tests.e2e.processes.test_lost_ranks import Deaths, lose_a_rank
 from tests.e2e.tokens.test_tensor_parallel import (

@@ -12,7 +12,7 @@ from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
-from kunserve.engine.torch.cuda.backend import CudaBackend
+from kunserve_extras.torch_body.cuda.backend import CudaBackend
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tiny_models import GEMMAS, KINDS, MORE_KINDS, VOCAB, expected_tokens, tiny_model

@@ -18,8 +18,8 @@ from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.memory_plan import MemoryPlan
 from kunserve.engine.memory.pages import Granules, HostPages, OpenPages
-from kunserve.engine.torch.cuda.driver import Driver
-from kunserve.engine.torch.cuda.pages import DevicePages
+from kunserve_extras.torch_body.cuda.driver import Driver
+from kunserve_extras.torch_body.cuda.pages import DevicePages
 from tests.examples import examples
 from tests.fakecuda.library import FakeCuda, build
 from tests.specs import model_spec

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kunserve.engine.torch.ops.table import PARTS
+from kunserve_extras.torch_body.ops.table import PARTS
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
 from kunserve_extras.triton_ops.ops import LEAST_PART_KEYS, Tile, tiles_for
 from kunserve_extras.triton_ops.rows import (

@@ -13,9 +13,9 @@ from triton.runtime import interpreter
 
 from benchmarks.gpu_phases.kernels import exact_attention
 from kunserve.engine.attention import StepBatch
-from kunserve.engine.torch.ops.reference import ReferenceOps
-from kunserve.engine.torch.ops.table import DeviceBatch, Ops
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.ops.reference import ReferenceOps
+from kunserve_extras.torch_body.ops.table import DeviceBatch, Ops
 from kunserve_extras.triton_ops import ops as triton_ops
 from kunserve_extras.triton_ops.ops import TritonOps
 from tests.specs import model_spec

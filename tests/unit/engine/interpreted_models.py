@@ -13,7 +13,7 @@ from kunserve.core.config import InstanceConfig, ModelConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
-from kunserve.engine.torch.cuda.backend import CudaBackend
+from kunserve_extras.torch_body.cuda.backend import CudaBackend
 from kunserve_extras.triton_ops.ops import TritonOps
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build

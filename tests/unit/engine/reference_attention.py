@@ -14,8 +14,8 @@ from kunserve.engine.cpu.kernels.library import kernel
 from kunserve.engine.cpu.kernels.ops import Finish, Matrix, linear, rms_norm
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
-from kunserve.engine.torch.experts import add_experts
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.experts import add_experts
 
 
 class FusedAttention:

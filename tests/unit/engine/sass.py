@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kunserve.engine.torch.ops.table import PARTS
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.ops.table import PARTS
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
 from kunserve_extras.triton_ops.ops import LEAST_PART_KEYS, Tile, tiles_for
 from kunserve_extras.triton_ops.rows import (

@@ -10,12 +10,12 @@ from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId
 from kunserve.engine.backend import Backend, CpuBackend
 from kunserve.engine.devices import open_backend
-from kunserve.engine.torch.cuda import opening
-from kunserve.engine.torch.cuda.backend import CudaBackend
-from kunserve.engine.torch.cuda.cards import STAND_IN
-from kunserve.engine.torch.cuda.opening import cards_of
 from kunserve_extras.device_ranks.backend import DeviceRanksBackend
 from kunserve_extras.ranks.backend import RankedBackend
+from kunserve_extras.torch_body.cuda import opening
+from kunserve_extras.torch_body.cuda.backend import CudaBackend
+from kunserve_extras.torch_body.cuda.cards import STAND_IN
+from kunserve_extras.torch_body.cuda.opening import cards_of
 from tests.fakecuda.library import build
 
 

@@ -5,9 +5,10 @@ import pytest
 from kunserve.core.errors import ConfigError
 from kunserve.engine.memory import copy_rate
 from kunserve.engine.memory.copy_rate import measure_copy_rate
-from kunserve.engine.torch.cuda.cards import STAND_IN
-from kunserve.engine.torch.cuda.pages import DevicePages
-from kunserve.engine.torch.cuda.staging import Staging
+from kunserve_extras.torch_body.cuda import copy_rate as device_copies
+from kunserve_extras.torch_body.cuda.cards import STAND_IN
+from kunserve_extras.torch_body.cuda.pages import DevicePages
+from kunserve_extras.torch_body.cuda.staging import Staging
 from tests.fakecuda.library import FakeCuda, build
 
 
@@ -30,8 +31,9 @@ def test_what_is_timed_is_what_instances_do(monkeypatch: pytest.MonkeyPatch) -> 
             copy(*arguments)  # type: ignore[operator]
 
         monkeypatch.setattr(Staging, name, noted)
-    monkeypatch.setattr(copy_rate, "COPY_BYTES", 1 << 20)
-    assert copy_rate._device_copy_rate(build()) > 0.0
+    for module in (copy_rate, device_copies):
+        monkeypatch.setattr(module, "COPY_BYTES", 1 << 20)
+    assert device_copies.rate_of(build()) > 0.0
     assert done == ["write"] * copy_rate.NUM_COPIES + ["read"] * copy_rate.NUM_COPIES
     assert fake.left() == {} and fake.used_bytes == 0
 

@@ -31,7 +31,7 @@ from kunserve.engine.sampling.structured import grammar
 from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.sampling.structured.grammar import FormError, compile_form
 from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
-from kunserve.engine.torch.sampler import TorchSampler
+from kunserve_extras.torch_body.sampler import TorchSampler
 from tests.examples import examples
 from tests.tiny_models import VOCAB, save_tokenizer
 

@@ -125,7 +125,7 @@ def test_a_length_that_the_model_was_not_made_for_is_refused() -> None:
 
 
 def test_what_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kunserve.server.start.command.auto_device", lambda: "cuda")
+    monkeypatch.setattr("kunserve_extras.torch_body.front.auto_device", lambda: "cuda")
     for device in ("cuda", "auto"):
         instance = parsed("--device", device, "--gpu-memory-utilization", "0.5").instance
         assert (instance.device, instance.gpu_memory_utilization) == ("cuda", 0.5)

@@ -1,0 +1,122 @@
+"""The operations in plain torch: they run everywhere, and are what faster ones are held against."""
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+
+from kunserve.engine.attention import capped
+from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.ops.table import DeviceBatch
+
+
+class ReferenceOps:
+    """Implements ``Ops``. Sums and exponentials are in float32."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._num_layers = spec.num_layers
+        self._group = spec.num_heads // spec.num_kv_heads
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        """See ``Ops``."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        if self._spec.has_offset_norms:
+            out.copy_(wide * scale * (weight.float() + 1.0))
+        else:
+            out.copy_((wide * scale).to(x.dtype) * weight)
+
+    def gate_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """See ``Ops``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        is_gelu = self._spec.has_gelu
+        opened = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
+        torch.mul(opened, up, out=out)
+
+    def rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
+        """See ``Ops``."""
+        first, second = heads.float().chunk(2, dim=-1)
+        cos, sin = angles[:, None, 0], angles[:, None, 1]
+        heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+    def place(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch
+    ) -> None:
+        """See ``Ops``."""
+        units = batch.entries.long() + (layer + self._num_layers)
+        offsets = batch.offsets.long()
+        kv[:, 0][units, :, offsets] = k
+        kv[:, 1][units, :, offsets] = v
+
+    def attend(
+        self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor
+    ) -> None:
+        """See ``Ops``. One sequence after the other."""
+        if batch.host is None:
+            tables, contexts = batch.tables, batch.context_lens
+            if batch.is_mixed:  # each token as a sequence of its own
+                rows = torch.arange(len(q), device=q.device)
+                seqs = torch.searchsorted(batch.q_starts[1:], rows, right=True)
+                tables, contexts = tables[seqs.clamp(max=len(tables) - 1)], batch.positions + 1
+            self._attend_single_tokens(layer, q, kv, tables, contexts, out)
+            return
+        starts, contexts = batch.host.q_starts.tolist(), batch.host.context_lens.tolist()
+        block_size = kv.shape[3]
+        for s, context in enumerate(contexts):
+            start, end = starts[s], starts[s + 1]
+            if start == end:
+                continue
+            num_blocks = -(-context // block_size)
+            units = batch.tables[s, :num_blocks].long() + (layer + self._num_layers)
+            blocks = kv.index_select(0, units)  # [blocks, 2, kv_heads, block_size, head_dim]
+            k, v = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context].float()
+            rows = q[start:end].float()
+            rows = rows.reshape(end - start, -1, self._group, q.shape[-1])
+            scores = torch.einsum("qkgd,ktd->kgqt", rows, k) * q.shape[-1] ** -0.5
+            capped(scores, self._spec.score_cap)
+            window = self._spec.window_of(layer)
+            hidden = _hidden(end - start, context, window).to(q.device)
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+            mixed = torch.einsum("kgqt,ktd->qkgd", weights, v)
+            out[start:end] = mixed.reshape(end - start, -1).to(out.dtype)
+
+    def _attend_single_tokens(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        tables: torch.Tensor,
+        context_lens: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """All sequences at once, as long as their tables are wide."""
+        num, head_dim = len(q), q.shape[-1]
+        units = tables.long() + (layer + self._num_layers)
+        blocks = kv.index_select(0, units.flatten())
+        blocks = blocks.view(num, -1, *kv.shape[1:])  # [S, blocks, 2, kv_heads, block, head_dim]
+        k, v = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).float()
+        k_at = torch.arange(k.shape[2], device=q.device)
+        contexts = context_lens[:, None]
+        hidden = k_at >= contexts
+        window = self._spec.window_of(layer)
+        if window is not None:
+            hidden = hidden | (k_at < contexts - window)
+        rows = q.float().view(num, -1, self._group, head_dim)
+        scores = torch.einsum("skgd,sktd->skgt", rows, k) * head_dim**-0.5
+        capped(scores, self._spec.score_cap)
+        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(dim=-1)
+        # What was never written may be no number, and 0 times that is none either.
+        v = v.masked_fill(hidden[:, None, :, None], 0.0)
+        out.copy_(torch.einsum("skgt,sktd->skgd", weights, v).reshape(num, -1))
+
+
+def _hidden(num_queries: int, context: int, window: int | None) -> torch.Tensor:
+    """[queries, context] what each of the last tokens must not see."""
+    q_at = np.arange(context - num_queries, context)[:, None]
+    k_at = np.arange(context)[None, :]
+    hidden = k_at > q_at
+    if window is not None:
+        hidden |= k_at <= q_at - window
+    return torch.from_numpy(hidden)

@@ -1,0 +1,195 @@
+"""No operation of a GPU's steps mixes what lies on the device with what lies on the host.
+
+The CPU would do it without a word, so nothing else here could tell.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES, MIB, SHAPES
+from benchmarks.gpu_phases.models import write_model
+from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
+from kunserve.core.ids import InstanceId
+from kunserve.core.layout import LayerRange
+from kunserve.core.request import SamplingParams
+from kunserve.core.tokens import TokenIds
+from kunserve.engine.attention import StepBatch
+from kunserve.engine.body import EngineBody
+from kunserve.engine.memory.wrap import wrap
+from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.cuda.backend import CudaBackend
+from kunserve_extras.torch_body.cuda.driver import Driver
+from kunserve_extras.torch_body.decoder import TorchDecoder
+from tests.direct_engine import GREEDY, DirectEngine, prepare_all
+from tests.fakecuda.first_bytes import LaunchedOps
+from tests.fakecuda.launches import Launches
+from tests.fakecuda.library import FakeCuda, build
+from tests.strict_device import DEVICE, Mixed, StrictDevice, lies_on_device
+from tests.tape import TapeRecorder
+
+SPEC = SHAPES["tiny"]
+WHOLE = LayerRange(0, SPEC.num_layers)
+SAMPLING = (
+    GREEDY,
+    SamplingParams(max_tokens=9, temperature=0.9, seed=1),
+    SamplingParams(max_tokens=9, temperature=0.7, top_p=0.8, top_k=20, seed=2),
+    SamplingParams(max_tokens=9, temperature=0.7, top_k=20, repetition_penalty=1.05, seed=3),
+    SamplingParams(max_tokens=9, temperature=0.0, num_logprobs=3),
+    SamplingParams(max_tokens=9, temperature=0.8, min_p=0.1, seed=4),
+    SamplingParams(9, presence_penalty=0.5, logit_bias=((5, 2.0),), min_tokens=3, seed=5),
+    SamplingParams(
+        9,
+        0.9,
+        0.9,
+        seed=6,
+        allowed_token_ids=TokenIds(range(40)),
+        bad_words=((7,),),
+        num_logprobs=1,
+    ),
+)
+
+
+def open_body(
+    folder: Path, number: int, device: torch.device, is_eager: bool, spec: ModelSpec = SPEC
+) -> EngineBody:
+    return EngineBody(
+        InstanceId(number),
+        ModelConfig(model=str(folder), load_format="dummy", dtype="float32"),
+        InstanceConfig(
+            memory_bytes=spec.weights_bytes * 2 + spec.num_layers * MIB // 4,
+            block_size=8,
+            granule_bytes=FAKE_GRANULARITY_BYTES,
+            enforce_eager=is_eager,
+        ),
+        scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=8),
+        backend=CudaBackend(device, build(), TapeRecorder()),
+    )
+
+
+def tokens(folder: Path, device: torch.device, is_eager: bool) -> list[list[list[int]]]:
+    """Of all kinds of sampling: alone, through two stages after a drop, and after the restore."""
+    generator = np.random.default_rng(0)
+    prompts = [
+        generator.integers(3, SPEC.vocab_size, n).tolist() for n in (5, 17, 30, 3, 9, 12, 6, 8)
+    ]
+    found = []
+    with ExitStack() as stack:
+        pair = [
+            stack.enter_context(closing(open_body(folder, n, device, is_eager))) for n in range(2)
+        ]
+        found.append(DirectEngine([(pair[0], WHOLE)]).generate(prompts, 8, 32, SAMPLING))
+        stages = (LayerRange(0, 2), LayerRange(2, 4))
+        for body, keep in zip(pair, stages, strict=True):
+            assert prepare_all(body.memory, keep) is None
+            body.memory.drop(keep)
+        halves = DirectEngine(list(zip(pair, stages, strict=True)))
+        found.append(halves.generate(prompts, 8, 32, SAMPLING))
+        for body, missing in zip(pair, reversed(stages), strict=True):
+            body.memory.reclaim(missing)
+            body.load_layers(missing)
+        found.append(DirectEngine([(pair[1], WHOLE)]).generate(prompts, 8, 32, SAMPLING))
+    return found
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_steps_of_a_device_mix_nothing(tmp_path: Path, is_eager: bool) -> None:
+    FakeCuda(FAKE_GRANULARITY_BYTES, 64 * MIB)
+    folder = write_model(SPEC, tmp_path / "model")
+    expected = tokens(folder, torch.device("cpu"), is_eager)
+    with StrictDevice() as strict:
+        found = tokens(folder, DEVICE, is_eager)
+    assert found == expected and strict.num_checked > 1000
+    assert found[0] == found[1] == found[2]
+
+
+def test_no_kernel_is_launched_with_a_pointer_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after drops, whatever layers are held: the launcher asks for first bytes."""
+    fake = FakeCuda(FAKE_GRANULARITY_BYTES, 64 * MIB)
+    folder = write_model(SPEC, tmp_path / "model")
+    launched = LaunchedOps(SPEC, fake)
+    monkeypatch.setattr(CudaBackend, "open_ops", lambda *_: launched)
+    expected = tokens(folder, torch.device("cpu"), is_eager=True)
+    assert expected[0] == expected[1] == expected[2] and launched.num_asked > 1000
+    refused = pytest.raises(AssertionError, match="rotate: pointer 0.*cannot be accessed")
+    with unmapped() as below, refused:
+        launched.rotate(below, torch.zeros(1, 2, 4))
+    assert fake.left() == {}
+
+
+@contextmanager
+def unmapped() -> Iterator[torch.Tensor]:
+    """A tensor that begins where nothing is mapped, as units below unit 0 would without a guard."""
+    driver, num_bytes = Driver(library=build()), 2 * FAKE_GRANULARITY_BYTES
+    address = driver.reserve(num_bytes, FAKE_GRANULARITY_BYTES)
+    yield wrap(address, num_bytes, torch.device("cpu"))[:8].view(1, 1, 8)
+    driver.unreserve(address, num_bytes)
+
+
+def test_what_torch_on_a_device_refuses_is_refused() -> None:
+    with StrictDevice():
+        here, there = torch.zeros(3, device=DEVICE), torch.ones(3)
+        assert here.device == DEVICE and there.device != DEVICE
+        for mixes in (
+            lambda: here + there,
+            lambda: torch.mm(here[None], there[:, None]),
+            lambda: here.index_select(0, torch.tensor([0])),
+            lambda: torch.add(there, there, out=here),
+            here.numpy,
+        ):
+            with pytest.raises(Mixed):
+                mixes()
+        moved = there.to(DEVICE)
+        for one in (here + moved, here.split([1, 2])[1], torch.tensor([1], device=here.device)):
+            assert lies_on_device(one)
+        for one in (here.cpu(), here.to("cpu", torch.float64), here.tolist(), there[:2]):
+            assert not isinstance(one, torch.Tensor) or not lies_on_device(one)
+        here.copy_(there)
+        assert here.tolist() == [1.0, 1.0, 1.0] and float(here.sum() * 2) == 6.0
+
+
+def launches_of_a_mixed_step(
+    folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, *, is_eager: bool
+) -> tuple[list[list[int]], int]:
+    """Tokens of decodes with a chunk of a prompt beside them, and what a layer-run asks for."""
+    with closing(open_body(folder, 0, torch.device("cpu"), is_eager, spec)) as body:
+        decoder, counts = body._decoder, []
+        assert isinstance(decoder, TorchDecoder)
+        with monkeypatch.context() as patch:
+            launches, forward = Launches(patch), decoder.forward
+
+            def counted(batch: StepBatch, *given: Any) -> torch.Tensor:
+                before = launches.num
+                with launches:
+                    hidden = forward(batch, *given)
+                if 1 in np.diff(batch.q_starts) and batch.num_tokens > len(batch.rows):
+                    counts.append(launches.num - before)
+                return hidden
+
+            patch.setattr(decoder, "forward", counted)
+            prompts = [[5, 6, 7], [8] * 20, [9] * 15]
+            whole = LayerRange(0, spec.num_layers)
+            found = DirectEngine([(body, whole)]).generate(prompts, 4, 16)
+    assert len(counts) > 1 and len(set(counts)) <= 2, counts
+    return found, max(counts)
+
+
+def test_a_recorded_mixed_step_is_asked_for_in_a_few_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are the same. With the 48 layers of 14B it is 11 launches instead of 625."""
+    FakeCuda(FAKE_GRANULARITY_BYTES, 256 * MIB)
+    spec = replace(SPEC, num_layers=16)
+    folder = write_model(spec, tmp_path / "model")
+    eager, before = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=True)
+    recorded, after = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=False)
+    assert recorded == eager
+    assert before >= 13 * 16 and after <= 7
