@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -72,18 +73,19 @@ def demo_command(
     Both servers have the same model, memory, arrivals and lengths. `recompute` preempts and
     queues as vLLM does; `drop` frees replicated layers and runs the instances as a pipeline.
     """
+    load_before = os.getloadavg()[0]
     setup, workload = SETUP, replace(REQUESTS, duration_s=seconds)
     if instance_memory is not None:
         setup = replace(setup, instance_memory=instance_memory)
     try:
         pace = _ask(setup, is_timed=rate is None)
-        if pace is None:
-            workload = replace(workload, rate=rate)
-        else:
-            click.echo("Simulating which burst fits this machine ...")
+        if pace is not None:
+            click.echo("Simulating which burst overflows its memory, and fits after a drop ...")
             burst = choose(pace, setup, workload, seed, is_sized=instance_memory is None)
             setup, workload = burst.setup, burst.workload
             click.echo(f"Chosen: {burst.reason(pace)}.")
+        elif rate is not None:
+            workload = replace(workload, rate=rate)
         experiment = Experiment(
             setup=setup,
             workload=workload,
@@ -100,7 +102,7 @@ def demo_command(
     rival, ours = (
         next(run for run in results if run.system == name) for name in experiment.systems
     )
-    click.secho(f"\n{sentence(rival, ours)}\n", bold=True)
+    click.secho(f"\n{sentence(rival, ours, load_before)}\n", bold=True)
     arrivals = workload_of(experiment.workload, 1.0, seed).arrival_s
     Console().print(chart(arrivals, (rival, ours)))
     click.echo(f"\nAll numbers: {out / 'table.txt'}. As a figure: {out / 'timeline.png'}")

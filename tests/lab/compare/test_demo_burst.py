@@ -97,7 +97,7 @@ def test_what_is_not_over_in_time_loses(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(demo_burst, "_expected", lambda burst, pace, seed: (next(said),))
     burst = choose(Pace(1.0, 1.0), SETUP, REQUESTS, 0, now=lambda: 0.0)
     assert burst.height == demo_burst.HEIGHTS[1]
-    assert "P90 TTFT 6 s with recompute, 5 s with drop" in burst.reason(Pace(1.0, 1.0))
+    assert "waits 6 s with recompute, 5 s with drop" in burst.reason(Pace(1.0, 1.0))
 
 
 @pytest.mark.slow  # the simulator itself has tests; this is of what it says at every pace
