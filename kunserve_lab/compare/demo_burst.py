@@ -172,11 +172,11 @@ def measure_pace(url: str, setup: RealSetup) -> Pace:
     target = Target((url,), settings, (), num_warmups=setup.num_instances)
     prompts = _at_once(NUM_PROMPTS, PROMPT_TOKENS, 1)
     answers = _at_once(NUM_ANSWERS, SHORT_TOKENS, ANSWER_TOKENS)
-    found = [
+    first, second = (
         asyncio.run(measure(target, one, TokenIdPrompts(seed))).records
         for seed, one in enumerate((prompts, answers))
-    ]
-    return pace_of(*found, setup)
+    )
+    return pace_of(first, second, setup)
 
 
 def _at_once(count: int, num_input: int, num_output: int) -> Workload:
