@@ -30,6 +30,7 @@ from kunserve.cluster.processes.seat import Seat
 from kunserve.core.config import KunServeConfig
 from kunserve.core.errors import ConfigError, StartupFailure, TooLittleMemory
 from kunserve.core.ids import InstanceId
+from kunserve.core.plan import Plan
 from kunserve.transport.wire.network import FrontPlace
 from kunserve_extras.ray.node_agent import Birth, End, NodeAgent, Site
 from kunserve_extras.ray.nodes import need_of, num_that_fit, place_of, shortage
@@ -221,14 +222,10 @@ class RayLauncher:
         self._check(config, fake, config.cluster.num_instances)
 
     def check_growth(
-        self,
-        config: KunServeConfig,
-        fake: FakeSettings | None,
-        num_more: int,
-        pids: Iterable[int],
+        self, plan: Plan, fake: FakeSettings | None, num_more: int, pids: Iterable[int]
     ) -> None:
         """The same for a larger cluster. Who runs elsewhere on these nodes is Ray's to know."""
-        self._check(config, fake, len(self._running) + num_more)
+        self._check(plan.config, fake, len(self._running) + num_more)
 
     def _check(self, config: KunServeConfig, fake: FakeSettings | None, num: int) -> None:
         need = need_of(config, fake)

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,15 +17,17 @@ from kunserve_lab.bench.server_process import running_server
 from kunserve_lab.bench.session import ServerUnreachable
 from kunserve_lab.bench.sse import DONE, error_message
 from kunserve_lab.compare.comparison import Options, compare
+from kunserve_lab.compare.demo_burst import Pace, choose, measure_pace
 from kunserve_lab.compare.experiment import Experiment
 from kunserve_lab.compare.output.story import chart, sentence
+from kunserve_lab.compare.real import serve_arguments
 from kunserve_lab.compare.settings import RealSetup, WorkloadSettings, workload_of
+from kunserve_lab.compare.systems import find_system
 
 QUESTION = "What is the capital of France?"
 SETUP = RealSetup(instance_memory="343MiB", max_num_batched_tokens=128)
-REQUESTS = WorkloadSettings(rate=1.2, duration_s=60.0, max_total_tokens=3072)
-"""Bursts that overflow the memory on slow and fast machines alike, and nearly fit after a drop: the
-simulator says so of step times from 0.7 to 2.2 times those of an AVX-512 core, for every seed."""
+REQUESTS = WorkloadSettings(duration_s=60.0, max_total_tokens=3072)
+"""Their rate, and on slow machines their lengths, are chosen by what steps take (`demo_burst`)."""
 ANSWER_S = 120.0
 """How long the model may think about the question."""
 
@@ -33,7 +36,11 @@ ANSWER_S = 120.0
 @click.option(
     "--seconds", default=REQUESTS.duration_s, show_default=True, help="Length of the burst window."
 )
-@click.option("--rate", default=REQUESTS.rate, show_default=True, help="Mean requests per second.")
+@click.option(
+    "--rate",
+    type=float,
+    help="Mean requests per second [what overflows the memory of this machine].",
+)
 @click.option("--seed", default=0, show_default=True, help="Of arrivals, lengths and prompts.")
 @click.option(
     "--rounds",
@@ -44,9 +51,7 @@ ANSWER_S = 120.0
 )
 @click.option(
     "--instance-memory",
-    default=SETUP.instance_memory,
-    show_default=True,
-    help="Of each instance; at 343MiB weights take 75 %.",
+    help=f"Of each instance [{SETUP.instance_memory}: weights take 75 %; less on slow machines].",
 )
 @click.option(
     "--out",
@@ -56,22 +61,38 @@ ANSWER_S = 120.0
     help="Folder for the table, the figures and the raw runs.",
 )
 def demo_command(
-    seconds: float, rate: float, seed: int, rounds: int, instance_memory: str, out: Path
+    seconds: float,
+    rate: float | None,
+    seed: int,
+    rounds: int,
+    instance_memory: str | None,
+    out: Path,
 ) -> None:
     """Ask a real model a question, then send it one burst under two overload policies.
 
     Both servers have the same model, memory, arrivals and lengths. `recompute` preempts and
     queues as vLLM does; `drop` frees replicated layers and runs the instances as a pipeline.
     """
-    experiment = Experiment(
-        setup=replace(SETUP, instance_memory=instance_memory),
-        workload=replace(REQUESTS, rate=rate, duration_s=seconds),
-        seeds=(seed,),
-        rounds=rounds,
-        title="The demo: one burst, two overload policies",
-    )
+    load_before = os.getloadavg()[0]
+    setup, workload = SETUP, replace(REQUESTS, duration_s=seconds)
+    if instance_memory is not None:
+        setup = replace(setup, instance_memory=instance_memory)
     try:
-        _ask()
+        pace = _ask(setup, is_timed=rate is None)
+        if pace is not None:
+            click.echo("Simulating which burst overflows its memory, and fits after a drop ...")
+            burst = choose(pace, setup, workload, seed, is_sized=instance_memory is None)
+            setup, workload = burst.setup, burst.workload
+            click.echo(f"Chosen: {burst.reason(pace)}.")
+        elif rate is not None:
+            workload = replace(workload, rate=rate)
+        experiment = Experiment(
+            setup=setup,
+            workload=workload,
+            seeds=(seed,),
+            rounds=rounds,
+            title="The demo: one burst, two overload policies",
+        )
         click.secho(f"\nThe same bursts, twice: {rounds * 2} runs of some {seconds:g} s", bold=True)
         results = compare(experiment, out, Options(is_fresh=True), _say)
     except KunServeError as error:
@@ -81,7 +102,7 @@ def demo_command(
     rival, ours = (
         next(run for run in results if run.system == name) for name in experiment.systems
     )
-    click.secho(f"\n{sentence(rival, ours)}\n", bold=True)
+    click.secho(f"\n{sentence(rival, ours, load_before)}\n", bold=True)
     arrivals = workload_of(experiment.workload, 1.0, seed).arrival_s
     Console().print(chart(arrivals, (rival, ours)))
     click.echo(f"\nAll numbers: {out / 'table.txt'}. As a figure: {out / 'timeline.png'}")
@@ -93,14 +114,19 @@ def _say(text: str) -> None:
         click.echo(text)
 
 
-def _ask() -> None:
-    model = SETUP.model
+def _ask(setup: RealSetup, is_timed: bool) -> Pace | None:
+    """The question; then how fast the server's steps are, if that decides the burst."""
+    model = setup.model
     click.secho(f"\nStarting two instances of {model} ...", bold=True)
-    with running_server([model, "--num-instances", "2"]) as server:
+    with running_server(serve_arguments(find_system("recompute"), setup, None)) as server:
         click.echo(f"> {QUESTION}")
         for piece in answer(server.url, model, QUESTION):
             click.echo(piece, nl=False)
         click.echo()
+        if not is_timed:
+            return None
+        click.echo("\nTiming a few requests ...")
+        return measure_pace(server.url, setup)
 
 
 def answer(url: str, model: str, question: str) -> Iterator[str]:

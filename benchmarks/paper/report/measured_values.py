@@ -1,5 +1,6 @@
 """What the report's text says of real runs and of checks of the simulator, by name."""
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -29,6 +30,9 @@ def measured_values() -> dict[str, Text]:
         **_real(),
         **_checked(),
         **_faults(),
+        **_pairs(),
+        "plan.least": lambda: f"{min(_plan_ms()):.1f}",
+        "plan.most": lambda: f"{max(_plan_ms()):.0f}",
         "bound.reached": lambda: f"{100 * max(one.reached for one in bounds()):.0f} %",
         "real-map.points": lambda: str(len(real_bursts.placed())),
         "real-map.within": lambda: str(sum(one.is_within for one in real_bursts.placed())),
@@ -114,6 +118,32 @@ def _checked() -> dict[str, Text]:
         found[f"sensitivity.{slug}.least"] = partial(sensitive, of, min)
         found[f"sensitivity.{slug}.most"] = partial(sensitive, of, max)
     return found
+
+
+def _pairs() -> dict[str, Text]:
+    """Where a pair's token goes, beside one of single instances at equal load."""
+
+    def median(name: str, form: str) -> str:
+        values = [line["value"] for line in figures_of("pipeline_cost") if line["name"] == name]
+        return form.format(statistics.median(values))
+
+    return {
+        "pair.ratio": partial(median, "pair's TPOT / single's", "{:.2f}"),
+        "pair.works": partial(median, "pair: stage 0 works, free cores", "{:.1f} ms"),
+        "pair.beside": partial(median, "pair: stage 0 beside, free cores", "{:.1f} ms"),
+        "pair.waits": partial(median, "pair: stage 0 waits, free cores", "{:.1f} ms"),
+        "pair.bubbles": partial(median, "pair: bubbles on free cores, %", "{:.0f} %"),
+        "pair.busier": partial(median, "busier stage / single, processor", "{:.2f}"),
+    }
+
+
+def _plan_ms() -> list[float]:
+    """Of drop plans for 128 instances, in milliseconds."""
+    return [
+        line["value"]
+        for line in figures_of("decisions")
+        if line["settings"].get("decision") == "drop plan" and line["name"] == "time"
+    ]
 
 
 def _faults() -> dict[str, Text]:

@@ -103,7 +103,7 @@ class LocalCluster:
             self._orders.note,
         )
         self._size = SizeDriver(
-            config, fake, controller, self._processes, launcher, self._channel, clock.now_s
+            plan, fake, controller, self._processes, launcher, self._channel, clock.now_s
         )
         self._group_watch = GroupWatch(self._processes.patience_s)
         front = "" if succession is None else succession.front

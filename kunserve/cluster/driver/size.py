@@ -6,11 +6,11 @@ from collections.abc import Callable
 from kunserve.cluster.processes.launch import FakeSettings, Launcher, startup_error
 from kunserve.cluster.processes.processes import FAILED_STARTS, Death, Processes
 from kunserve.control.cluster.controller import Controller
-from kunserve.core.config import KunServeConfig
 from kunserve.core.config.cluster import MAX_INSTANCES
 from kunserve.core.errors import ConfigError, InvalidRequest
 from kunserve.core.ids import InstanceId
 from kunserve.core.messages import Shutdown
+from kunserve.core.plan import Plan
 from kunserve.transport.wire.channel import FrontChannel
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class SizeDriver:
 
     def __init__(
         self,
-        config: KunServeConfig,
+        plan: Plan,
         fake: FakeSettings | None,
         controller: Controller,
         processes: Processes,
@@ -29,7 +29,7 @@ class SizeDriver:
         channel: FrontChannel,
         now_s: Callable[[], float],
     ) -> None:
-        self._config = config
+        self._plan = plan
         self._fake = fake
         self._controller = controller
         self._processes = processes
@@ -49,7 +49,7 @@ class SizeDriver:
         return f"from {before} to {num_instances} instances: {abs(num_instances - before)} {verb}"
 
     def _check(self, num_instances: int, num_places: int) -> None:
-        config = self._config.cluster
+        config = self._plan.config.cluster
         most = config.max_instances or MAX_INSTANCES
         least = config.min_instances or 1
         if config.pipeline_stages > 1:
@@ -77,7 +77,7 @@ class SizeDriver:
         pids = dict(self._processes.pids)
         num_unborn = sum(one not in pids for one in self._processes.ids)
         num_more += num_unborn
-        self._launcher.check_growth(self._config, self._fake, num_more, pids.values())
+        self._launcher.check_growth(self._plan, self._fake, num_more, pids.values())
 
     def _free_id(self) -> InstanceId:
         """The lowest: so names in metrics and files are used again, and GPUs taken in turn."""

@@ -1,6 +1,7 @@
 """The entry point of a real instance's process: ``python -m kunserve.cluster.instance.main``."""
 
 import sys
+from dataclasses import replace
 
 from kunserve.cluster.instance.start import Loaded, run_instance
 from kunserve.cluster.processes.launch import InstanceOrder
@@ -16,6 +17,8 @@ from kunserve.model.source import resolve_model
 def load_model(order: InstanceOrder) -> Loaded:
     """The model in its arena. Raises ConfigError when files, memory or settings forbid it."""
     config, instance = order.plan.config, order.plan.instance
+    bears = order.instance_id < config.cluster.num_instances
+    instance = replace(instance, bears_weights=bears)
     source = resolve_model(config.model.model, config.model.load_format)
     is_here = config.cluster.launcher == "local"
     check_fingerprint(source, order.model_files, with_times=is_here)

@@ -149,24 +149,25 @@ def check_memory(config: KunServeConfig) -> None:
         )
 
 
-def check_growth(
-    config: KunServeConfig, num_more: int, pids: Iterable[int], weights: WeightsFiles
-) -> None:
+def check_growth(plan: Plan, num_more: int, pids: Iterable[int], weights: WeightsFiles) -> None:
     """Raise TooLittleMemory when so many instances more do not fit on this machine.
 
     The processes that run have been promised memory that they do not hold yet: KV blocks that
     nobody has used. It is not to be given away twice. Shared ``weights`` are there already.
     """
-    if not _is_memory_known(config):
+    if not _is_memory_known(plan.config):
         return
-    beside_bytes = _beside_bytes(config.instance)
-    each = config.instance.memory_bytes - weights.own_bytes + beside_bytes
-    mapped_bytes = weights.mapped_bytes
+    instance = plan.instance
+    beside_bytes = _beside_bytes(instance)
+    mapped_bytes = weights.mapped_bytes(instance.tensor_parallel_size)
+    sharers = instance.weight_sharers
+    own_bytes = mapped_bytes // sharers if sharers else 0
+    each = instance.memory_bytes - own_bytes + beside_bytes
     owed = sum(max(0, each - max(0, held_bytes(pid) - mapped_bytes)) for pid in pids)
     left = available_bytes() - owed
     if num_more * each > left:
         raise TooLittleMemory(
-            f"{num_more} more of {config.instance.memory_bytes / MIB:.0f} MiB (--instance-memory) "
+            f"{num_more} more of {instance.memory_bytes / MIB:.0f} MiB (--instance-memory) "
             f"and about {beside_bytes / MIB:.0f} MiB beside each need {num_more * each / MIB:.0f} "
             f"MiB; the machine, or this process's cgroup, has {max(0, left) / MIB:.0f} MiB left "
             "beside what the running instances may still take"
@@ -266,11 +267,7 @@ class Launcher(Protocol):
         ...
 
     def check_growth(
-        self,
-        config: KunServeConfig,
-        fake: FakeSettings | None,
-        num_more: int,
-        pids: Iterable[int],
+        self, plan: Plan, fake: FakeSettings | None, num_more: int, pids: Iterable[int]
     ) -> None:
         """Raise ConfigError when so many more do not fit beside the processes that run."""
         ...
@@ -315,15 +312,11 @@ class LocalLauncher:
             check_memory(config)
 
     def check_growth(
-        self,
-        config: KunServeConfig,
-        fake: FakeSettings | None,
-        num_more: int,
-        pids: Iterable[int],
+        self, plan: Plan, fake: FakeSettings | None, num_more: int, pids: Iterable[int]
     ) -> None:
         """See ``check_growth``."""
         if fake is None:
-            check_growth(config, num_more, pids, self._weights)
+            check_growth(plan, num_more, pids, self._weights)
 
     def close(self) -> None:
         """A start here waits for nobody."""

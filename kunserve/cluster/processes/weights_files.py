@@ -34,7 +34,6 @@ class WeightsFiles:
     def __init__(self) -> None:
         self._fds: dict[_Key, int] = {}
         self._num_nodes = len(numa_nodes())
-        self._plan: Plan | None = None
 
     def fds_of(
         self, instance_id: InstanceId, plan: Plan, model_files: str | None
@@ -42,7 +41,7 @@ class WeightsFiles:
         """Of an instance that starts, for each of its ranks; none if its weights are its own."""
         if not plan.measured.weight_sharers:
             return ()
-        self._plan, num_ranks = plan, plan.config.instance.tensor_parallel_size
+        num_ranks = plan.config.instance.tensor_parallel_size
         settings = msgspec.json.encode((plan.config.model, plan.instance, model_files))
         what = hashlib.sha256(settings).hexdigest()[:16]
         for key in [key for key in self._fds if key.what != what]:
@@ -67,18 +66,10 @@ class WeightsFiles:
                         if key not in self._fds:
                             self._fds[key] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
-    @property
-    def mapped_bytes(self) -> int:
+    def mapped_bytes(self, num_ranks: int) -> int:
         """What each instance has mapped of them. One that joins needs no memory for it."""
-        if self._plan is None or not self._fds:
-            return 0
         num_bytes = sum(os.fstat(fd).st_blocks * 512 for fd in self._fds.values())
-        return num_bytes * self._plan.config.instance.tensor_parallel_size // len(self._fds)
-
-    @property
-    def own_bytes(self) -> int:
-        """The part of that which is counted in an instance's memory."""
-        return 0 if self._plan is None else self.mapped_bytes // self._plan.measured.weight_sharers
+        return num_bytes * num_ranks // max(1, len(self._fds))
 
     def close(self) -> None:
         """The files end with the instances that have them."""

@@ -43,6 +43,8 @@ class InstanceConfig:
 
     A process of an instance is told (``Plan.instance``).
     """
+    bears_weights: bool = True
+    """Whether a part of the copy counts as its memory: of one that joins later none does."""
     huge_pages: Annotated[Literal["auto", "off"], _instance()] = "auto"
     """auto: weights and KV on CPUs lie in pages of 2 MiB, from which they are read faster, as far
     as the system has free ones."""

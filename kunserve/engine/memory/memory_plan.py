@@ -36,6 +36,8 @@ class MemoryPlan:
         else:
             num_granules = weights + -(-config.kv_cache_memory_bytes // granule)
         plan = cls(num_granules, weights, max(0, num_granules - weights) * granule // unit)
+        if config.weight_sharers and not config.bears_weights:
+            plan = cls(num_granules - weights, 0, plan.kv_units)
         if plan.kv_units < model.num_layers:
             block = model.block_bytes(config.block_size)
             is_share = config.gpu_memory_utilization is not None

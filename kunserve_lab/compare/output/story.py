@@ -12,14 +12,17 @@ from kunserve_lab.compare.results import RunResult
 HELPS = 1.2
 """Times lower that the wait must be for the sentence to say that dropping helped."""
 BUSY = 0.75
-"""Of a core each, beside what the demo itself did before: more is said."""
+"""Of a core each, before the demo began: more is said."""
 _MOST_ROWS = 20
 _BAR_WIDTH = 24
 _COLOURS = ("red", "blue", "green")
 
 
-def sentence(rival: RunResult, ours: RunResult) -> str:
-    """What was just seen, with its cost; or why nothing was."""
+def sentence(rival: RunResult, ours: RunResult, load_before: float) -> str:
+    """What was just seen, with its cost; or why nothing was.
+
+    ``load_before`` is the load average when the demo began.
+    """
     waits = [run.percentile_s("ttft", 90.0) for run in (rival, ours)]
     paces_ms = [run.percentile_s("tpot", 50.0) * 1e3 for run in (rival, ours)]
     text = (
@@ -37,16 +40,16 @@ def sentence(rival: RunResult, ours: RunResult) -> str:
     if gain < HELPS:
         text += "Here that changed little; another --rate may show more. "
     text += f"Tokens came every {paces_ms[1]:.0f} ms instead of {paces_ms[0]:.0f} ms."
-    return f"{text}{_other_work(rival)}"
+    return f"{text}{_other_work(load_before)}"
 
 
-def _other_work(first: RunResult) -> str:
-    """That the machine was busy when the first run began, if it was: ratios waver with it."""
+def _other_work(load_before: float) -> str:
+    """That the machine was busy, if it was: ratios waver with it."""
     cpus = os.cpu_count() or 1
-    if first.load_average is None or first.load_average[0] <= cpus * BUSY:
+    if load_before <= cpus * BUSY:
         return ""
     return (
-        f" Other work had a load average of {first.load_average[0]:.1f} on {cpus} cores, and is in "
+        f" Other work had a load average of {load_before:.1f} on {cpus} cores, and is in "
         "these waits: only a quiet machine, or --rounds 3, gives a steady ratio."
     )
 

@@ -151,7 +151,11 @@ class _Bar:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        console = Console(stderr=True)
+        # On a pipe it would be an empty line each time.
+        self._progress = Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
+        )
         self._task = self._progress.add_task(name, total=total)
 
     def __enter__(self) -> None:

@@ -15,7 +15,7 @@ def told(ours_s: float, num_drops: int = 2, num_restores: int = 1) -> str:
     ours = dataclasses.replace(
         result("drop", [ours_s] * 93, tpot_s=0.03), num_drops=num_drops, num_restores=num_restores
     )
-    return sentence(result("recompute", [12.1] * 93), ours)
+    return sentence(result("recompute", [12.1] * 93), ours, 0.0)
 
 
 def test_a_burst_that_was_helped() -> None:
@@ -41,8 +41,7 @@ def test_other_work_on_the_machine_is_said() -> None:
     rival, ours = result("recompute", [12.1] * 93), result("drop", [2.7] * 93)
     ours = dataclasses.replace(ours, num_drops=1)
     for load, is_said in ((0.1, False), (4.0 * (os.cpu_count() or 1), True)):
-        busy = dataclasses.replace(rival, load_average=(load, 3.0))
-        assert ("quiet machine" in sentence(busy, ours)) == is_said
+        assert ("quiet machine" in sentence(rival, ours, load)) == is_said
 
 
 def drawn(*runs: RunResult) -> list[str]:

@@ -65,7 +65,10 @@ def open_body(
     model = ModelConfig(model=str(path), dtype=dtype, quantization="auto")  # type: ignore[arg-type]
     source = resolve_model(str(path))
     config = replace(
-        CONFIG, tensor_parallel_size=num_ranks, weight_sharers=num_sharers if fds else 0
+        CONFIG,
+        tensor_parallel_size=num_ranks,
+        weight_sharers=num_sharers if fds else 0,
+        bears_weights=number < num_sharers,
     )
     shared = SharedWeights(fds, {"model_files": "abc"} | names) if fds else None
     backend: CpuBackend | RankedBackend = CpuBackend(shared)
@@ -111,7 +114,10 @@ def test_tokens_of_transformers(
             body.check()
             spec = body.spec
             assert spec.shared_weights_bytes == weights_bytes
-            assert spec.memory_bytes == own.spec.memory_bytes
+            borne = own.spec.memory_bytes - spec.memory_bytes
+            assert (
+                abs(borne - (spec.instance_id >= 2) * weights_bytes // 2) <= 2 * spec.granule_bytes
+            )
             more = (spec.kv_units - own.spec.kv_units) * spec.unit_bytes
             assert abs(more - weights_bytes // 2) <= 2 * spec.granule_bytes
             assert spec.units_when_holding(1) == spec.kv_units, "nothing to drop"
@@ -186,9 +192,16 @@ def test_one_instance_bears_its_copy_alone(
 ) -> None:
     """Those that the cluster grows by have as much memory for KV, and bear nothing."""
     folder, _ = saved
+    fds = files(1)
     with (
         closing(open_body(folder)) as own,
-        closing(open_body(folder, 0, files(1), num_sharers=1)) as body,
+        closing(open_body(folder, 0, fds, num_sharers=1)) as body,
+        closing(open_body(folder, 1, fds, num_sharers=1)) as joined,
     ):
-        assert body.spec.kv_units == own.spec.kv_units
+        assert body.spec.kv_units == joined.spec.kv_units == own.spec.kv_units
         assert body.spec.borrowed_bytes <= body.spec.granule_bytes
+        kv_bytes = joined.spec.kv_units * joined.spec.unit_bytes
+        assert 0 <= joined.spec.memory_bytes - kv_bytes < joined.spec.granule_bytes
+        assert (
+            joined.spec.shared_weights_bytes - joined.spec.borrowed_bytes < own.spec.granule_bytes
+        )

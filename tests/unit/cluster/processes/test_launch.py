@@ -37,7 +37,7 @@ from kunserve.core.faults import (
     Fault,
 )
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.plan import Plan
+from kunserve.core.plan import Measured, Plan
 from kunserve.core.python_command import python_command
 from kunserve.engine.memory import free_memory
 from kunserve.engine.memory.free_memory import FRONT_BYTES, PROCESS_BYTES
@@ -99,13 +99,14 @@ def test_growth_is_refused_where_it_would_take_what_running_instances_were_promi
     each = 1024 * MIB + PROCESS_BYTES
     monkeypatch.setattr(launch, "available_bytes", lambda: 2 * each)
     monkeypatch.setattr(launch, "held_bytes", lambda pid: each - pid * MIB)
-    made = config(2, memory_bytes=1024 * MIB)
+    made = Plan(config(2, memory_bytes=1024 * MIB))
     none = WeightsFiles()
     check_growth(made, 2, [0, 0], none)
     check_growth(made, 1, [0, 1024], none)
     with pytest.raises(TooLittleMemory, match=r"^1 more of 1024 MiB .* has 1247 MiB left beside"):
         check_growth(made, 1, [1000, 249], none)
-    check_growth(config(2, memory_bytes=1024 * MIB, kv_cache_memory_bytes=MIB), 9, [0], none)
+    unknown = config(2, memory_bytes=1024 * MIB, kv_cache_memory_bytes=MIB)
+    check_growth(Plan(unknown), 9, [0], none)
 
 
 def test_an_instance_more_needs_no_memory_for_shared_weights(
@@ -114,12 +115,12 @@ def test_an_instance_more_needs_no_memory_for_shared_weights(
     """Of 1024 MiB each, 300 MiB are half of 600 MiB of weights, which all have mapped."""
     own = 724 * MIB + PROCESS_BYTES
     monkeypatch.setattr(launch, "held_bytes", lambda pid: own + 600 * MIB - pid * MIB)
-    monkeypatch.setattr(WeightsFiles, "mapped_bytes", 600 * MIB)
-    monkeypatch.setattr(WeightsFiles, "own_bytes", 300 * MIB)
+    monkeypatch.setattr(WeightsFiles, "mapped_bytes", lambda self, num_ranks: 600 * MIB)
     monkeypatch.setattr(launch, "available_bytes", lambda: own)
-    check_growth(config(2, memory_bytes=1024 * MIB), 1, [0, 0], WeightsFiles())
+    plan = Plan(config(2, memory_bytes=1024 * MIB), Measured(weight_sharers=2))
+    check_growth(plan, 1, [0, 0], WeightsFiles())
     with pytest.raises(TooLittleMemory, match="has 947 MiB left beside"):
-        check_growth(config(2, memory_bytes=1024 * MIB), 1, [0, 1], WeightsFiles())
+        check_growth(plan, 1, [0, 1], WeightsFiles())
 
 
 def test_what_a_process_holds() -> None:

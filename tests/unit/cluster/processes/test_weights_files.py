@@ -44,7 +44,7 @@ def test_each_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         os.posix_fallocate(fd, 0, MIB)
     for fd in files.fds_of(InstanceId(1), plan, "m"):
         os.posix_fallocate(fd, 0, MIB)
-    assert (files.mapped_bytes, files.own_bytes) == (2 * MIB, MIB)
+    assert files.mapped_bytes(2) == 2 * MIB
     files.close()
 
 
@@ -52,11 +52,13 @@ def test_the_next_front_finds_what_instances_have() -> None:
     first, second, third = WeightsFiles(), WeightsFiles(), WeightsFiles()
     (inode,) = fds_of(first, 0)
     (fd,) = first.fds_of(InstanceId(0), PLAN, "m")
+    os.posix_fallocate(fd, 0, MIB)
     program = [sys.executable, "-c", "input()"]
     with subprocess.Popen(program, pass_fds=[fd], stdin=subprocess.PIPE) as process:
         first.close()
         for files in (second, third):
             files.find([process.pid, 2**22 + 1])
+            assert files.mapped_bytes(1) == MIB, "before it has started one itself"
         assert fds_of(second, 1) == [inode]
         assert fds_of(third, 1, model="another") != [inode], "other settings, another copy"
         assert fds_of(third, 1) != [inode], "it was given up"
