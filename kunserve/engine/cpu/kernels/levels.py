@@ -42,9 +42,7 @@ LEVELS = (
         has_tiles=True,
     ),
     Level("x86-64-v4-bf16", "x86_64", _V4_BF16_FLAGS, _V4_BF16),
-    Level(
-        "x86-64-v4-vnni", "x86_64", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}
-    ),
+    Level("x86-64-v4-vnni", "x86_64", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}),
     Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
     Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
     Level("armv8-a", "aarch64", ("-march=armv8-a",), frozenset()),
