@@ -103,7 +103,7 @@ def level_named(name: str) -> Level:
 
 def processor_features() -> frozenset[str]:
     """What the processor can do, as far as the kernel lets programs use it, and who made it."""
-    found = {}
+    found: dict[str, list[str]] = {}
     for name, _, value in (line.partition(":") for line in _cpuinfo()):
         found.setdefault(name.strip(), value.split())
     return frozenset(word for name in _FEATURES for word in found.get(name, ()))
