@@ -167,10 +167,11 @@ LIBASAN = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-n
 COMPILE := 'import tests.unit.engine.conftest; from kunserve.engine.cpu.kernels.build import find_or_build; find_or_build()'
 # Of AMX its instructions in C. Their own text is no source, so its sum is a flag: else an old
 # library would be taken. What has no AVX2 is slow, and does nothing else than what has it.
-KERNEL_BUILDS := amx native x86-64-v3 x86-64
+KERNEL_BUILDS := amx native x86-64-v4 x86-64-v3 x86-64
 FLAGS_amx = -march=native -DKUN_AMX -DKUN_AMX_INSTRUCTIONS=<instructions.h> -Itests/unit/engine/amx \
     -DAMX_IN_C_SUM=$(firstword $(shell cksum tests/unit/engine/amx/instructions.h)) $(SANITIZERS)
 FLAGS_native = -march=native $(SANITIZERS)
+FLAGS_x86-64-v4 = -march=x86-64-v4 -mavx512vnni $(SANITIZERS)
 FLAGS_x86-64-v3 = -march=x86-64-v3 $(SANITIZERS)
 FLAGS_x86-64 = -march=x86-64
 # Leaks are Python's own. The sanitizers' libraries come before all others, but not in the compiler.

@@ -78,6 +78,22 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch, lacks: set, refused: str | None,
     assert (finding.verdict, finding.text) == wanted
 
 
+@pytest.mark.parametrize(
+    ("best", "features", "verdict", "text"),
+    [
+        ("x86-64-v4-bf16", {"avx512_bf16"}, "ok", "x86-64-v4-bf16"),
+        ("x86-64-v4-vnni", {"avx512_bf16"}, "ok", "twice as fast as its AVX-512 BF16"),
+        ("x86-64-v4-vnni", set(), "note", "no AVX-512 BF16"),
+    ],
+)
+def test_bfloat16(monkeypatch: pytest.MonkeyPatch, best: str, features: set, verdict, text) -> None:
+    level = next(level for level in levels.LEVELS if level.name == best)
+    monkeypatch.setattr(doctor, "fitting_levels", lambda: (level,))
+    monkeypatch.setattr(doctor, "processor_features", lambda: features)
+    (finding,) = found("processor")
+    assert finding.verdict == verdict and text in finding.text
+
+
 def test_a_kernel_that_cannot_move_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("remap")[0].verdict == "ok"
     monkeypatch.setattr(address_space, "move", lambda *_: False)

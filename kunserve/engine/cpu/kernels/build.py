@@ -23,6 +23,7 @@ from kunserve.engine.cpu.kernels.levels import (
     asked_level,
     fitting_levels,
     levels_of,
+    native_flags,
     processor_features,
     processor_text,
 )
@@ -42,7 +43,7 @@ FLAGS = (
     "-Wno-psabi",
     "-fno-math-errno",  # else sqrtf is called, and libm would be needed
 )
-NATIVE = ("-march=native",)
+NATIVE = native_flags()
 CLANGS = ("clang", *(f"clang-{version}" for version in range(25, 13, -1)))
 """Debian has several side by side, and ``clang`` only where one of them was chosen."""
 

@@ -35,8 +35,8 @@ def wheel(monkeypatch, tmp_path: Path) -> Path:
     return shipped
 
 
-def processor(monkeypatch, *features: str) -> None:
-    text = f"processor : 0\nflags\t\t: {' '.join(features)}\n"
+def processor(monkeypatch, *features: str, vendor: str = "AuthenticAMD") -> None:
+    text = f"processor : 0\nvendor_id\t: {vendor}\nflags\t\t: {' '.join(features)}\n"
     monkeypatch.setattr(levels, "_cpuinfo", text.splitlines)
 
 
@@ -44,6 +44,24 @@ def processor(monkeypatch, *features: str) -> None:
 def test_a_processor_gets_the_best_library_that_it_can_run(monkeypatch, wheel, name) -> None:
     processor(monkeypatch, *X86[name].needs, "something_else")
     assert find_or_build().name.startswith(f"kernels-{name}-")
+
+
+@pytest.mark.parametrize(
+    ("vendor", "features", "wanted"),
+    [
+        ("GenuineIntel", {"avx512_fp16"}, "x86-64-v4-vnni"),  # tiles hidden by a cloud
+        ("GenuineIntel", X86[AMX].needs | {"avx512_fp16"}, AMX),
+        ("GenuineIntel", set(), "x86-64-v4-bf16"),  # Cooper Lake
+        ("AuthenticAMD", {"avx512_fp16"}, "x86-64-v4-bf16"),
+    ],
+)
+def test_bfloat16_is_taken_where_it_is_fast(monkeypatch, wheel, vendor, features, wanted) -> None:
+    processor(monkeypatch, *X86["x86-64-v4-bf16"].needs | features, vendor=vendor)
+    assert find_or_build().name.startswith(f"kernels-{wanted}-")
+    is_slow = vendor == "GenuineIntel" and "avx512_fp16" in features
+    assert ("-U__AVX512BF16__" in levels.native_flags()) == is_slow
+    monkeypatch.setenv(VARIABLE, "x86-64-v4-bf16")
+    assert find_or_build().name.startswith("kernels-x86-64-v4-bf16-")
 
 
 def test_tiles_come_before_what_was_compiled_here(monkeypatch, wheel) -> None:
@@ -171,7 +189,7 @@ def test_a_wheel_has_a_library_for_each_level(monkeypatch, tmp_path: Path) -> No
     (tmp_path / "out" / "kernels-of-another-commit.so").touch()
     made = build_shipped(tmp_path / "out", machine="x86_64")
     assert sorted(made) == sorted((tmp_path / "out").iterdir())
-    assert len(made) == len(levels_of("x86_64")) == 4
+    assert len(made) == len(levels_of("x86_64")) == 5
     by_flag = {flag: command[0] for command in commands for flag in command}
     assert by_flag["-mavx512bf16"] == "gcc"
     assert by_flag["-march=x86-64-v3"] == "clang"

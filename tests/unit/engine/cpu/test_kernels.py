@@ -105,7 +105,8 @@ def test_linear_row_does_not_depend_on_its_batch(dtype, finish, k):
     whole = linear(x, w, finish=finish)
     for threads in (2, 3):
         set_num_threads(threads)
-        for first, end in [(0, 1), (5, 7), (9, 12), (13, 17), (20, 25), (30, 38), (99, 131)]:
+        for first, rows in enumerate([*range(1, 16), 28, 29, 32]):
+            end = first + rows
             assert torch.equal(linear(x[first:end], w, finish=finish), whole[first:end])
         assert torch.equal(linear(x, w, finish=finish), whole)
 

@@ -173,10 +173,8 @@ static void experts_gate_up(const kun_model *m, const kun_layer *w, const kun_bu
       }
     } else {
       const elem *normed = b->normed;
-      if (count == 1) x = factors_of(copies, normed + which[0] * hidden, hidden);
-      for (long row = 0; row < count && count > 1 && block != copied; row++) {
-        put_factors(copies + row * factor_row, normed + which[row] * hidden, hidden);
-      }
+      if (count == 1) x = factors_of(copies, normed + which[0] * hidden, 1, hidden);
+      else if (block != copied) put_factors(copies, normed, which, count, hidden);
     }
     copied = block;
     linear_job out = {(const elem *)x, NULL, NULL, (elem *)b->gated + first * inner,
@@ -196,7 +194,7 @@ static void add_panels(const packed_job *job, char *scratch, long from, long to)
     const char *factors = NULL;
     if (is_exact(job->formats[0])) {
       char *widened = scratch + k * PANEL * (long)sizeof(elem);
-      factors = factors_of(widened, job->out.x + first * k, (end - first) * k);
+      factors = factors_of(widened, job->out.x + first * k, end - first, k);
     }
     for (long panel = from; panel < to; panel++) any_panel(job, scratch, panel, factors, first, end);
   }

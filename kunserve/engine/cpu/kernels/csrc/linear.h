@@ -130,11 +130,6 @@ static void amx_pass(const linear_job *job, const char *panel, long column, long
                      const char *next);
 #endif
 
-/* Into how many passes over a panel so many rows are cut. */
-INLINE int passes_of(long rows) {
-  return rows <= PASS_ROWS ? 1 : (int)(rows / LEAST_PASS_ROWS);
-}
-
 /* The passes over a panel, apart from those of gate and up: in one function compilers write slower
  * code for both. */
 static __attribute__((noinline)) void plain_passes(const linear_job *job, const char *panel,
@@ -212,7 +207,7 @@ static void linear_part(const linear_job *job, int thread) {
       ready = block;
       first = job->m * block / row_blocks;
       end = job->m * (block + 1) / row_blocks;
-      x = factors_of(scratch + row_bytes * PANEL, job->x + first * job->k, (end - first) * job->k);
+      x = factors_of(scratch + row_bytes * PANEL, job->x + first * job->k, end - first, job->k);
     }
     for (long panel = from; panel < to; panel++) {
       long next = panel + 1 < to ? panel + 1 : following % chunks * chunk;

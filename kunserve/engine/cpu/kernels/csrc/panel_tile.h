@@ -8,36 +8,106 @@
  * call. A panel has exactly the bytes of its rows: matrices are put into panels in place. */
 #define PANEL_STEP 256 /* bytes */
 
-/* Factors are what products read of x. With AVX-512, but without its products of bfloat16, they are
- * floats: x is widened once for many panels, and a vector of w once for a pass. Elsewhere they are x
- * as it lies. */
+/* Factors are what products read of x. Without products of bfloat16 they are floats: x is widened
+ * once for many panels, and a vector of w once for a pass. With AVX-512 they also lie in the order in
+ * which a pass reads them. Elsewhere they are x as it lies. */
 #if defined(KUN_BF16) && (defined(__AVX512F__) || PIECE < LANES) && !defined(__AVX512BF16__) && \
     !defined(AMX_LINEAR)
 #define WIDENS_X
+#ifdef __AVX512F__
+#define ORDERS_X
+#endif
 typedef float factor;
 #else
 typedef elem factor;
 #endif
 #define FACTOR_STEP (16 / (long)sizeof(elem) * (long)sizeof(factor)) /* bytes of x in a step */
 
-/* `count` elements of x as factors, at `to`. */
-INLINE void put_factors(char *restrict to, const elem *restrict x, long count) {
-#ifdef WIDENS_X
-  uint32_t *bits = (uint32_t *)to;
-  for (long i = 0; i < count; i++) bits[i] = (uint32_t)x[i] << 16;
+/* Rows of x that share a pass over a panel: their sums fill the registers. Where w is widened a pass
+ * has as many as it can, because all share that; more than ALL_SLOTS_ROWS take two slots of a panel
+ * at a time. Elsewhere, from two passes on, each has at least half as many: fewer would read the
+ * panel more often than memory is waited for. */
+#ifdef ORDERS_X
+#define PASS_ROWS 14
+#define ALL_SLOTS_ROWS 7
+#elif defined(__AVX512F__)
+#define PASS_ROWS 7
+#define LEAST_PASS_ROWS 4
 #else
-  memcpy(to, x, (size_t)count * sizeof(factor));
+#define PASS_ROWS 3
+#define LEAST_PASS_ROWS 2
+#endif
+
+/* Into how many passes over a panel so many rows are cut. */
+INLINE int passes_of(long rows) {
+#ifdef ORDERS_X
+  return (int)((rows + PASS_ROWS - 1) / PASS_ROWS);
+#else
+  return rows <= PASS_ROWS ? 1 : (int)(rows / LEAST_PASS_ROWS);
 #endif
 }
 
-/* Where x lies as factors: at `to`, if it is not so already. */
-INLINE const char *factors_of(char *to, const elem *x, long count) {
+#ifdef ORDERS_X
+/* The factors of a pass: [step][slot][odd, even column][row], or slots 0 and 2 of all steps before
+ * slots 1 and 3. */
+static void order_pass(float *to, const elem *const *x, int rows, long k) {
+  const long bytes = k * (long)sizeof(elem), pair = 2 * rows;
+  const int halves = rows > ALL_SLOTS_ROWS ? 2 : 1;
+  const __mmask16 those = (__mmask16)((1 << rows) - 1);
+  const char *at[PANEL];
+  char slots[PANEL * 64];
+  for (int r = 0; r < PANEL; r++) at[r] = (const char *)x[r < rows ? r : 0];
+  for (long from = 0; from < bytes; from += 64) {
+    long left = bytes - from < 64 ? bytes - from : 64;
+    transpose_64_bytes(slots, at, from, left);
+    for (int half = 0; half < halves; half++) {
+      float *at_half = to + half * (bytes / 8 * pair);
+      for (long slot = half; slot < left / 4; slot += halves, at_half += pair) {
+        __m512i of_all = _mm512_loadu_si512(slots + slot * 64);
+        __m512i odd = _mm512_and_si512(of_all, _mm512_set1_epi32((int)0xffff0000));
+        _mm512_mask_storeu_epi32(at_half, those, odd);
+        _mm512_mask_storeu_epi32(at_half + rows, those, _mm512_slli_epi32(of_all, 16));
+      }
+    }
+    to += left / 4 / halves * pair;
+  }
+}
+#endif
+
+/* `rows` rows of x as factors, at `to`, for `passes_of` them; those that `which` names, unless it is
+ * NULL. */
+INLINE void put_factors(char *restrict to, const elem *restrict x, const int32_t *which, long rows,
+                        long k) {
+#ifdef ORDERS_X
+  int passes = passes_of(rows);
+  for (int pass = 0; pass < passes; pass++) {
+    const elem *of[PASS_ROWS];
+    long first = rows * pass / passes, end = rows * (pass + 1) / passes;
+    for (long i = first; i < end; i++) of[i - first] = x + (which ? which[i] : i) * k;
+    order_pass((float *)to + first * k, of, (int)(end - first), k);
+  }
+#else
+  for (long i = 0; i < rows; i++) {
+    const elem *row = x + (which ? which[i] : i) * k;
 #ifdef WIDENS_X
-  put_factors(to, x, count);
+    uint32_t *bits = (uint32_t *)to + i * k;
+    for (long c = 0; c < k; c++) bits[c] = (uint32_t)row[c] << 16;
+#else
+    memcpy((factor *)to + i * k, row, (size_t)k * sizeof(factor));
+#endif
+  }
+#endif
+}
+
+/* Where rows of x lie as factors: at `to`, if it is not so already. */
+INLINE const char *factors_of(char *to, const elem *x, long rows, long k) {
+#ifdef WIDENS_X
+  put_factors(to, x, NULL, rows, k);
   return to;
 #else
   (void)to;
-  (void)count;
+  (void)rows;
+  (void)k;
   return (const char *)x;
 #endif
 }
@@ -51,16 +121,6 @@ INLINE size_t factor_bytes(long count) {
   return 0;
 #endif
 }
-
-/* Rows of x that share a pass over a panel: their sums fill the registers. From two passes on, each
- * has at least half as many: fewer would read the panel more often than memory is waited for. */
-#ifdef __AVX512F__
-#define PASS_ROWS 7
-#define LEAST_PASS_ROWS 4
-#else
-#define PASS_ROWS 3
-#define LEAST_PASS_ROWS 2
-#endif
 
 /* What a pass pulls into the L2 cache meanwhile. A processor's own prefetching reads one run of
  * memory fastest while it is hardly computed with; it only stops at the end of each page. */
@@ -82,7 +142,11 @@ INLINE void add_slot(const int rows, pf (*acc)[PASS_ROWS][4], const int slot, co
     pi w = *(const pi_u *)(panel + p * PIECE * 4);
     w = odd ? w & (int32_t)0xffff0000 : w << 16;
     UNROLL for (int i = 0; i < rows; i++) {
+#ifdef ORDERS_X
+      pi factor_of_all = piece_spread(x + 4 * (odd ? i : rows + i));
+#else
       pi factor_of_all = piece_spread(x + i * x_stride + 4 * odd);
+#endif
       acc[p][i][slot] = piece_dot_f32(acc[p][i][slot], w, factor_of_all);
     }
   }
@@ -100,6 +164,9 @@ INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char 
                            const char *x, long x_stride, long steps, const char *next,
                            const int slot, const int each) {
   pf acc[PIECES][PASS_ROWS][4];
+#ifdef ORDERS_X
+  x += slot * steps * 16 * rows;
+#endif
   UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
     UNROLL for (int c = slot; c < 4; c += each) acc[p][i][c] = (pf){};
   }
@@ -109,7 +176,12 @@ INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char 
       __builtin_prefetch(next + (s * lines + line) * 64, 0, 2);
     }
     UNROLL for (int c = slot; c < 4; c += each) {
+#ifdef ORDERS_X
+      add_slot(rows, acc, c, panel + c * 64, x, x_stride);
+      x += 8 * rows;
+#else
       add_slot(rows, acc, c, panel + c * 64, x + s * FACTOR_STEP + c * (FACTOR_STEP / 4), x_stride);
+#endif
     }
   }
   UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
@@ -125,7 +197,11 @@ INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char 
  * rows take two slots at a time, so that what is read of x still serves both pieces. */
 INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *panel,
                           const char *x, long x_stride, long steps, const char *next) {
+#ifdef ORDERS_X
+  const int each = rows <= ALL_SLOTS_ROWS ? 1 : 2;
+#else
   const int each = rows == 1 || PIECES == 1 ? 1 : 2;
+#endif
   UNROLL for (int slot = 0; slot < each; slot++) {
     panel_slots_of(rows, lines, out, panel, x, x_stride, steps, next, slot, each);
   }
@@ -135,7 +211,11 @@ INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *
   case rows:                                                          \
     panel_pass_of(rows, lines, out, panel, x, x_stride, steps, next); \
     break;
-#ifdef __AVX512F__
+#ifdef ORDERS_X
+#define MORE_PASSES(lines)                                                                  \
+  PASS(lines, 4) PASS(lines, 5) PASS(lines, 6) PASS(lines, 7) PASS(lines, 8) PASS(lines, 9) \
+  PASS(lines, 10) PASS(lines, 11) PASS(lines, 12) PASS(lines, 13) PASS(lines, 14)
+#elif defined(__AVX512F__)
 #define MORE_PASSES(lines) PASS(lines, 4) PASS(lines, 5) PASS(lines, 6) PASS(lines, 7)
 #else
 #define MORE_PASSES(lines)
