@@ -73,7 +73,7 @@ HEADLINES = (
     Headline("P3b", "answers equal to those of transformers",
              "With two ranks, {} answers through a drop and a restore equal transformers'."),
     Headline("P4", "recorded again", "After drops and restores, {} graphs were recorded again."),
-    Headline("P5", "step by graphs", "A step of one 7B token by graphs takes {} ms,", pick=min),
+    Headline("P5", "step by one graph", "By one graph a 7B token takes {} ms,", pick=min),
     Headline("P5", "its layers on the device", "of it its layers {} ms.", pick=min),
     Headline("P5", "prompt speed", "Prompts reach {} TFLOP/s."),
     Headline("P5", "step reads", "Steps that decode read {} GB/s at best."),

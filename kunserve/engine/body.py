@@ -59,8 +59,8 @@ class Asked(NamedTuple):
 
     work: StepWork
     batch: StepBatch
-    states: torch.Tensor
-    """[T, hidden] behind the stage's layers."""
+    states: torch.Tensor | None
+    """[T, hidden] behind the stage's layers; None where only tokens are asked for."""
     take: Callable[[], tuple[SampledToken, ...]]
     """Gives its tokens."""
     wait: Wait
@@ -211,6 +211,9 @@ class EngineBody:
         look_up: Callable[[], None] | None,
     ) -> Asked:
         assert (hidden is None) == work.is_first, work.is_first
+        take = self._ask_whole(work, batch, look_up)
+        if take is not None:
+            return Asked(work, batch, None, take, self._backend.mark())
         if hidden is None:
             states = self._decoder.embed(batch)
         else:
@@ -220,10 +223,26 @@ class EngineBody:
                 self._sampler.prepare(start.sampling)
         states = self._decoder.forward(batch, states, look_up)
         self._start(work)
-        take: Callable[[], tuple[SampledToken, ...]] = tuple
         if work.is_last and not work.gives_rows:
             take = self._sample(work, batch, states)
-        return Asked(work, batch, states, take, self._backend.mark())
+        return Asked(work, batch, states, take or tuple, self._backend.mark())
+
+    def _ask_whole(
+        self, work: StepWork, batch: StepBatch, look_up: Callable[[], None] | None
+    ) -> Callable[[], tuple[SampledToken, ...]] | None:
+        """As ``_ask`` by one graph, if there is one from tokens to the largest logits."""
+        is_other = not (work.is_first and work.is_last) or work.gives_rows or work.plan.scored
+        decoder = None if is_other else self._decoder.recorded
+        asked = None if decoder is None else decoder.ask_whole(batch)
+        if asked is None:
+            return None
+        if look_up is not None:
+            look_up()
+        for start in work.plan.started:  # beside the layers
+            self._sampler.prepare(start.sampling)
+        self._start(work)
+        logits, found = asked
+        return self._sampler.ask(logits, *self._positions(work.plan.sampled_rows), found)
 
     def collect(self, asked: Asked, look_up: Callable[[], None] | None = None) -> StepOutcome:
         """What a step gave that was launched, once it is computed. In the order of launches."""

@@ -37,7 +37,7 @@ def room_of(limits: StepLimits, block_size: int) -> Room:
 class Ordering(ABC):
     """The part of ``StepDecoder`` that is alike where rank 0 orders what all ranks compute."""
 
-    fused = None
+    fused = recorded = None
     """See ``StepDecoder``. Each rank has its own part of a step, so no call computes it."""
 
     def __init__(

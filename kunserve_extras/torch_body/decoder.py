@@ -5,6 +5,7 @@ With a recorder, small steps run by graphs; see ``torch_body.graphs``.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from kunserve.core.layout import LayerRange
 from kunserve.engine.attention import TORCH_DTYPES, capped
-from kunserve.engine.cpu.decoder import StepBatch, StepLimits, scaled
+from kunserve.engine.cpu.decoder import Found, StepBatch, StepLimits, scaled
 from kunserve.engine.cpu.kernels.ops import Matrix
 from kunserve.engine.cpu.kernels.rope import rope_tables
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
@@ -29,6 +30,7 @@ from kunserve_extras.torch_body.graphs import (
 )
 from kunserve_extras.torch_body.ops.table import DeviceBatch, Ops
 from kunserve_extras.torch_body.pinned import Sender
+from kunserve_extras.torch_body.whole_steps import WholeSteps
 
 _WARM_UP_POSITIONS = (0, 1, 0)
 """Of a prompt of two tokens, and of a single one: different kernels attend to them."""
@@ -81,6 +83,9 @@ class TorchDecoder:
         """A table each, of which a layer has one."""
         self._scratch: dict[str, torch.Tensor] = {}
         self._logits = torch.empty(0, spec.vocab_size, device=self._device)
+        self._raw_logits = self._logits.to(self._dtype)
+        """Before they are widened."""
+        self._whole: WholeSteps | None = None
         self._sender = Sender(self._device)
         self._recorder = recorder
         self._recorded: list[tuple[LayerGraphs, GraphInputs]] = []
@@ -98,7 +103,7 @@ class TorchDecoder:
         for table in self._rope:  # exactly so many: what grows later is rounded up
             table.reserve(limits.num_positions)
         self._reserve_positions(limits.num_positions)
-        self._logits = torch.zeros(limits.num_sampled, self._spec.vocab_size, device=self._device)
+        self._reserve_logits(limits.num_sampled)
         if limits.num_tokens >= len(_WARM_UP_POSITIONS):
             self._warm_up()
         num_seqs = limits.most_single_tokens
@@ -143,6 +148,12 @@ class TorchDecoder:
         inputs = GraphInputs(self._spec, *sized, self._device, mixed_seqs)
         scratch = self._recorded_scratch = self._scratch
 
+        whole = None
+        if mixed_seqs is None and max(sizes) <= len(self._logits):
+            whole = self._whole = WholeSteps(
+                self._angles, self._logits, self._raw_logits, max(sizes), inputs
+            )
+
         def begin(rows: int) -> Callable[[int], None]:
             hidden, angles = inputs.hidden[:rows], [table[:rows] for table in inputs.angles]
             batch = inputs.fill(rows, None)
@@ -150,7 +161,39 @@ class TorchDecoder:
 
         graphs = LayerGraphs(self._spec.num_layers, recorder, self.graph_counts)
         self._recorded.append((graphs, inputs))
-        graphs.record(sizes, begin, within_s)
+        ask = None if whole is None else partial(self._run_whole, whole, scratch)
+        graphs.record(sizes, begin, within_s, ask)
+
+    def _run_whole(self, whole: WholeSteps, scratch: dict[str, torch.Tensor], rows: int) -> None:
+        """What is recorded of a whole step."""
+        batch, hidden, angles = whole.begin(rows)
+        torch.index_select(self._weights.embedding, 0, batch.token_ids, out=hidden)
+        scaled(hidden, self._spec.embedding_scale)
+        for layer in range(self._spec.num_layers):
+            self._run_layer(layer, hidden, angles, batch, scratch)
+        self._run_head(hidden, whole.logits[:rows])
+        torch.max(whole.logits[:rows], dim=1, out=whole.found(rows))
+
+    @property
+    def recorded(self) -> "TorchDecoder | None":
+        """See ``StepDecoder``."""
+        return None if self._whole is None else self
+
+    def ask_whole(self, batch: StepBatch) -> tuple[torch.Tensor, Found] | None:
+        """See ``RecordedDecoder``: steps of single tokens, each of which gives one."""
+        whole, (graphs, inputs) = self._whole, self._recorded[0]
+        num, rows = batch.num_tokens, graphs.rows_for(batch.num_tokens)
+        if whole is None or rows is None or self._range.num_layers < self._spec.num_layers:
+            return None
+        if len(batch.sample_rows) != num or not inputs.holds(batch):
+            return None
+        if batch.positions.max() >= len(whole.tables[0]) or not graphs.has_whole(rows):
+            return None
+        on_device = inputs.fill(rows, batch)
+        if batch.fed is not None:
+            on_device.token_ids[:num].copy_(batch.fed)
+        graphs.launch_whole(rows)
+        return whole.logits[:num], whole.found(num)
 
     def _reserve_scratch(self, num_tokens: int) -> None:
         spec = self._spec
@@ -170,6 +213,7 @@ class TorchDecoder:
     def buffer_bytes(self) -> int:
         """Memory of activations, logits and positions."""
         tensors = (*self._scratch.values(), self._logits, *self._angles)
+        tensors += () if self._dtype == torch.float32 else (self._raw_logits,)
         inputs_bytes = sum(inputs.num_bytes for _, inputs in self._recorded)
         return inputs_bytes + sum(tensor.nbytes for tensor in tensors)
 
@@ -226,12 +270,23 @@ class TorchDecoder:
         # Not a copy that waits: the head and the sampler are asked for while layers are computed.
         sent = self._sender.send({"rows": which.astype(np.int64)})
         rows = hidden.index_select(0, sent["rows"])
+        if len(rows) > len(self._logits):
+            self._reserve_logits(len(rows))
+        return self._run_head(rows, self._logits[: len(rows)])
+
+    def _run_head(self, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Logits of ``rows``, which are overwritten."""
         self._ops.rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, rows)
         scaled(rows, self._spec.logit_scale)
-        if len(rows) > len(self._logits):
-            self._logits = torch.zeros(len(rows), self._spec.vocab_size, device=self._device)
-        out = self._logits[: len(rows)]
-        return capped(out.copy_(rows @ self._weights.head.t()), self._spec.logit_cap)
+        raw = out if self._dtype == torch.float32 else self._raw_logits[: len(rows)]
+        torch.mm(rows, self._weights.head.t(), out=raw)
+        return capped(out if raw is out else out.copy_(raw), self._spec.logit_cap)
+
+    def _reserve_logits(self, num_rows: int) -> None:
+        shape = num_rows, self._spec.vocab_size
+        self._logits = torch.zeros(shape, device=self._device)
+        if self._dtype != torch.float32:
+            self._raw_logits = torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def room_for_logits(self, num_rows: int, width: int) -> torch.Tensor:
         """New memory: the output head is not split here."""

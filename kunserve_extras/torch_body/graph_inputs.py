@@ -74,7 +74,7 @@ class GraphInputs:
             }
             self._batches[rows] = DeviceBatch(
                 host=None,
-                token_ids=self._flat[:0],
+                token_ids=parts["token_ids"][:rows],
                 positions=parts["positions"][:rows],
                 entries=parts["entries"][:rows],
                 offsets=parts["offsets"][:rows],
@@ -95,7 +95,12 @@ class GraphInputs:
         parts = {name: staged[first : first + size] for name, (first, size) in places.items()}
         tables = parts["tables"][: num_seqs * self._width].reshape(num_seqs, self._width)
         tables.fill(self._nowhere)
-        for name, padding in (("positions", 0), ("offsets", 0), ("context_lens", 1)):
+        for name, padding in (
+            ("token_ids", 0),
+            ("positions", 0),
+            ("offsets", 0),
+            ("context_lens", 1),
+        ):
             parts[name].fill(padding)
         parts["entries"].fill(self._nowhere)
         starts = parts["q_starts"][: num_seqs + 1]
@@ -110,6 +115,7 @@ class GraphInputs:
             used = int(block.max()) + 1
             tables[:seqs, :used] = batch.tables[batch.rows, :used]
             of = np.repeat(np.arange(seqs), np.diff(batch.q_starts))
+            parts["token_ids"][: len(batch.token_ids)] = batch.token_ids
             parts["positions"][:num] = batch.positions
             parts["entries"][:num] = tables[of, block]
             parts["offsets"][:num] = batch.positions % self._block_size
@@ -123,7 +129,7 @@ class GraphInputs:
     def _places(self, rows: int) -> dict[str, tuple[int, int]]:
         """(first, number of) elements of each part for so many rows."""
         num_seqs = self.num_seqs(rows)
-        sizes = dict.fromkeys(("positions", "entries", "offsets"), rows)
+        sizes = dict.fromkeys(("token_ids", "positions", "entries", "offsets"), rows)
         sizes |= {"context_lens": num_seqs, "q_starts": num_seqs + 1}
         sizes["tables"] = num_seqs * self._width
         places, first = {}, 0

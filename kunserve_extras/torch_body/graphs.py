@@ -3,10 +3,14 @@
 Most are of one token per sequence. Mixed ones, of decodes and a little of a prompt, are recorded
 for some numbers of tokens, because the host needs longer to ask for them than the device for them.
 
+Steps of single tokens over the whole model are one graph each, from their tokens to the largest
+logits. Stages have a graph for each layer, and for each run of some.
+
 A graph keeps addresses. Those of weights and KV never change, so a drop or a restore changes only
 which layers' graphs are launched, and nothing is recorded again.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -55,6 +59,8 @@ class GraphCounts:
     """Graphs, each time."""
     steps: int = 0
     """Steps by graphs."""
+    whole_steps: int = 0
+    """Those of them that were one graph, from tokens to the largest logits."""
     mixed_steps: int = 0
     """Those of them that may have had sequences of several tokens."""
     eager_steps: int = 0
@@ -88,6 +94,7 @@ class LayerGraphs:
         self._num_layers = num_layers
         self._recorder = recorder
         self._graphs: dict[int, dict[LayerRange, Graph]] = {}
+        self._whole: dict[int, Graph] = {}
         self.counts = counts or GraphCounts()
 
     @property
@@ -100,10 +107,12 @@ class LayerGraphs:
         sizes: tuple[int, ...],
         begin: Callable[[int], Callable[[int], None]],
         within_s: float,
+        whole: Callable[[int], None] | None = None,
     ) -> None:
         """Record all layers for each size.
 
-        ``begin(rows)`` readies the inputs, and returns what asks for one layer. The largest size
+        ``begin(rows)`` readies the inputs, and returns what asks for one layer. ``whole(rows)``
+        asks for a whole step of so many rows, which is recorded then, too. The largest size
         comes first, because smaller steps can use it: no further one is begun after ``within_s``.
         """
         started = time.perf_counter()
@@ -112,6 +121,8 @@ class LayerGraphs:
                 logger.warning("recorded graphs of %s rows only: time is over", self.sizes)
                 return
             self._graphs[rows] = self._record_size(begin(rows))
+            if whole is not None:
+                self._whole[rows] = self._record_whole(functools.partial(whole, rows))
             logger.info(
                 "recorded graphs rows=%d sizes=%d/%d graphs=%d seconds=%.1f",
                 rows,
@@ -132,6 +143,24 @@ class LayerGraphs:
             graphs[piece].replay()
         self.counts.launched += len(pieces)
         self.counts.steps += 1
+
+    def has_whole(self, rows: int) -> bool:
+        """Whether whole steps of this size are recorded."""
+        return rows in self._whole
+
+    def launch_whole(self, rows: int) -> None:
+        """Ask for a whole step of a recorded size."""
+        self._whole[rows].replay()
+        self.counts.launched += 1
+        self.counts.steps += 1
+        self.counts.whole_steps += 1
+
+    def _record_whole(self, work: Callable[[], None]) -> Graph:
+        self._recorder.warm_up(work)
+        graph = self._recorder.record(work)
+        self.counts.recorded += 1
+        graph.replay()
+        return graph
 
     def _record_size(self, run: Callable[[int], None]) -> dict[LayerRange, Graph]:
         def work_of(layers: LayerRange) -> Callable[[], None]:

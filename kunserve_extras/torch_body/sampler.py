@@ -115,14 +115,19 @@ class TorchSampler(Sampler):
         return self.ask(logits, request_ids, positions)()
 
     def ask(
-        self, logits: torch.Tensor, request_ids: Sequence[RequestId], positions: Sequence[int]
+        self,
+        logits: torch.Tensor,
+        request_ids: Sequence[RequestId],
+        positions: Sequence[int],
+        found: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Callable[[], tuple[SampledToken, ...]]:
         """See ``Sampler.ask``."""
         asked = []
         for first in range(0, len(request_ids), ROWS_AT_ONCE):
             some = slice(first, first + ROWS_AT_ONCE)
             batch = self._batch_of(tuple(request_ids[some]))
-            asked.append(self._ask_batch(batch, logits[some], positions[some]))
+            largest = None if found is None else (found[0][some], found[1][some])
+            asked.append(self._ask_batch(batch, logits[some], positions[some], largest))
         self._last = [one.tokens for one in asked]
 
         def take() -> tuple[SampledToken, ...]:
@@ -159,11 +164,17 @@ class TorchSampler(Sampler):
             self._batches[request_ids] = batch
         return batch
 
-    def _ask_batch(self, batch: Batch, logits: torch.Tensor, positions: Sequence[int]) -> "_Asked":
+    def _ask_batch(
+        self,
+        batch: Batch,
+        logits: torch.Tensor,
+        positions: Sequence[int],
+        found_before: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> "_Asked":
         assert logits.is_contiguous(), logits.stride()
         step = _Step(batch, self._sender, positions)
         # Among equals the first one, as torch promises.
-        largest, tokens = logits.max(dim=1)
+        largest, tokens = logits.max(dim=1) if found_before is None else found_before
         is_sound = largest.isfinite()
         on_host = batch.on_host.copy_of(logits) if batch.on_host else None
         scored = batch.scored.copy_of(logits) if batch.scored else None

@@ -20,7 +20,7 @@ from kunserve_extras.vllm_body.step_arrays import step_arrays
 class VllmDecoder:
     """Runs steps over the layers of a stage. One step at a time; not thread-safe."""
 
-    fused = None
+    fused = recorded = None
     """See ``StepDecoder``."""
 
     def __init__(

@@ -6,7 +6,7 @@ layers that a stage does not hold is never touched.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +82,10 @@ class StepLimits:
         return self.num_tokens * spec.hidden_size * spec.dtype_bytes
 
 
+Found: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""On a device the largest of each row of logits, and its first place."""
+
+
 class FusedDecoder(Protocol):
     """Computes a step in one call, which asks for no mail between layers."""
 
@@ -100,8 +104,24 @@ class FusedDecoder(Protocol):
         ...
 
 
+class RecordedDecoder(Protocol):
+    """Has whole steps of a device recorded, from tokens to the largest logits."""
+
+    def ask_whole(self, batch: StepBatch) -> tuple[torch.Tensor, Found] | None:
+        """Ask for a step over all layers; its logits, as ``StepDecoder.logits`` gives them.
+
+        None, and nothing is asked for, where no such step was recorded.
+        """
+        ...
+
+
 class StepDecoder(Protocol):
     """Runs steps over the layers of a stage."""
+
+    @property
+    def recorded(self) -> RecordedDecoder | None:
+        """What was recorded of it; None where nothing can be."""
+        ...
 
     @property
     def fused(self) -> FusedDecoder | None:
@@ -152,6 +172,9 @@ class Decoder:
 
     ``kv_base_address`` is where unit 0 lies.
     """
+
+    recorded = None
+    """See ``StepDecoder``."""
 
     def __init__(
         self,

@@ -117,9 +117,16 @@ class Sampler:
         return self.sample_found(logits, request_ids, positions, *largest(logits))
 
     def ask(
-        self, logits: torch.Tensor, request_ids: Sequence[RequestId], positions: Sequence[int]
+        self,
+        logits: torch.Tensor,
+        request_ids: Sequence[RequestId],
+        positions: Sequence[int],
+        found: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Callable[[], tuple[SampledToken, ...]]:
-        """As ``sample``, whose answer the call gives: a device may be asked for more before it."""
+        """As ``sample``, whose answer the call gives: a device may be asked for more before it.
+
+        ``found``: of each row the largest logit and its place, where a device has them already.
+        """
         sampled = self.sample(logits, request_ids, positions)
         return lambda: sampled
 

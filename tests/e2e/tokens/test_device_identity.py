@@ -131,6 +131,9 @@ def test_recorded_steps_outlive_transitions(
             # Each run has as many steps of single tokens as tokens, but the first one's prompts,
             # which are small enough to be recorded, too.
             assert counts.steps > counts.mixed_steps > 0 == counts.eager_steps
+            # Alone, but for each prompt's steps; as a stage of two never.
+            alone = 2 * (NUM_TOKENS - 1)
+            assert alone <= counts.whole_steps < counts.steps - counts.mixed_steps
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)

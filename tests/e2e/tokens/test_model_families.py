@@ -15,6 +15,7 @@ from kunserve.engine.body import EngineBody
 from kunserve_extras.torch_body.cuda.backend import CudaBackend
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
+from tests.tape import TapeRecorder
 from tests.tiny_models import GEMMAS, KINDS, MORE_KINDS, VOCAB, expected_tokens, tiny_model
 
 NUM_LAYERS = 3
@@ -57,7 +58,7 @@ def test_tokens_of_transformers_on_both_engines_and_in_any_cut(
                 for layers in missing:
                     if layers.first < layers.end:
                         body.load_layers(layers)
-        backend = CudaBackend(torch.device("cpu"), build(), None)
+        backend = CudaBackend(torch.device("cpu"), build(), TapeRecorder())
         body = EngineBody(InstanceId(9), settings, memory, scheduler=most, backend=backend)
         whole = [(stack.enter_context(closing(body)), LayerRange(0, NUM_LAYERS))]
         assert DirectEngine(whole).generate(PROMPTS, NUM_TOKENS, 16) == expected

@@ -57,11 +57,16 @@ SAMPLING = (
 
 
 def open_body(
-    folder: Path, number: int, device: torch.device, is_eager: bool, spec: ModelSpec = SPEC
+    folder: Path,
+    number: int,
+    device: torch.device,
+    is_eager: bool,
+    spec: ModelSpec = SPEC,
+    dtype: str = "float32",
 ) -> EngineBody:
     return EngineBody(
         InstanceId(number),
-        ModelConfig(model=str(folder), load_format="dummy", dtype="float32"),
+        ModelConfig(model=str(folder), load_format="dummy", dtype=dtype),
         InstanceConfig(
             memory_bytes=spec.weights_bytes * 2 + spec.num_layers * MIB // 4,
             block_size=8,
@@ -193,3 +198,79 @@ def test_a_recorded_mixed_step_is_asked_for_in_a_few_launches(
     recorded, after = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=False)
     assert recorded == eager
     assert before >= 13 * 16 and after <= 7
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decode_of_a_whole_model_is_one_copy_and_one_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """From its tokens to the largest logits, all that its sampler starts from."""
+    FakeCuda(FAKE_GRANULARITY_BYTES, 256 * MIB)
+    folder = write_model(SPEC, tmp_path / "model")
+    eager, none, by_layers = decodes(folder, monkeypatch, dtype, is_eager=True)
+    found, counts, others = decodes(folder, monkeypatch, dtype, is_eager=False)
+    assert found == eager
+    assert none == [] and len(counts) >= 7 and set(counts) == {2}
+    # The first prompt has three tokens, too.
+    assert by_layers.count(3) > others.count(3) == 1
+
+
+def decodes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, *, is_eager: bool
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Tokens; launches of each whole step but for its sampler; tokens of the other steps."""
+    counts: list[int] = []
+    others: list[int] = []
+    body = open_body(folder, 0, torch.device("cpu"), is_eager, dtype=dtype)
+    with closing(body), monkeypatch.context() as patch:
+        decoder, launches = body._decoder, Launches(patch)
+        assert isinstance(decoder, TorchDecoder) and (decoder.recorded is None) is is_eager
+        ask, forward = decoder.ask_whole, decoder.forward
+
+        def counted(batch: StepBatch) -> Any:
+            before = launches.num
+            with launches:
+                asked = ask(batch)
+            if asked is not None:
+                counts.append(launches.num - before)
+            return asked
+
+        def noted(batch: StepBatch, *given: Any) -> torch.Tensor:
+            others.append(batch.num_tokens)
+            return forward(batch, *given)
+
+        patch.setattr(decoder, "ask_whole", counted)
+        patch.setattr(decoder, "forward", noted)
+        prompts = [[5, 6, 7], [8] * 20, [9] * 15]
+        return DirectEngine([(body, WHOLE)]).generate(prompts, 8, 16), counts, others
+
+
+def test_what_was_not_recorded_is_asked_for_layer_by_layer(tmp_path: Path) -> None:
+    """Rows that give no token, a prompt, positions behind the tables, a stage."""
+    FakeCuda(FAKE_GRANULARITY_BYTES, 64 * MIB)
+    folder = write_model(SPEC, tmp_path / "model")
+    with closing(open_body(folder, 0, torch.device("cpu"), False)) as body:
+        decoder = body._decoder
+        assert isinstance(decoder, TorchDecoder) and decoder.recorded is decoder
+        batch = single(2, 5)
+        assert decoder.ask_whole(batch) is not None
+        assert decoder.ask_whole(replace(batch, sample_rows=batch.sample_rows[:1])) is None
+        assert decoder.ask_whole(single(9, 5)) is None, "more rows than were recorded"
+        far = len(decoder._angles[0])
+        assert decoder.ask_whole(single(2, far)) is None
+        decoder.set_layers(LayerRange(0, 2))
+        assert decoder.ask_whole(batch) is None
+
+
+def single(num: int, position: int) -> StepBatch:
+    """Sequences of one token each, whose KV nobody needs."""
+    rows = np.arange(num, dtype=np.int32)
+    return StepBatch(
+        token_ids=rows,
+        positions=np.full(num, position, dtype=np.int32),
+        tables=np.full((num, 999), -SPEC.num_layers, dtype=np.int32),
+        rows=rows,
+        q_starts=np.arange(num + 1, dtype=np.int32),
+        context_lens=np.full(num, position + 1, dtype=np.int32),
+        sample_rows=rows,
+    )
