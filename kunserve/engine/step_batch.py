@@ -52,9 +52,7 @@ def build_batch(work: StepWork, *, rows_are_alike: bool = False) -> StepBatch:
     )
 
 
-def _sampled(
-    ends: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
-) -> npt.NDArray[np.int32]:
+def _sampled(ends: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """The last so many rows of each sequence, which end there."""
     if counts.max(initial=0) <= 1:
         return ends[counts > 0] - np.int32(1)
