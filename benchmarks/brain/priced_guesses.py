@@ -11,7 +11,9 @@ How many: the most tokens per time of the decodes (a step's prompts are left out
 memory is short each token of an answer brings its share of prompts). Priced, a token counts
 ``1 + price * KV / mean KV``, and the price is the number of waiting requests per running one.
 A request's KV is read once however many of its rows a step has (but in `by row`), guesses cost no
-lookup, and step times are known exactly: a bound.
+lookup, and step times are known exactly: a bound. `rule` is no bound: its steps take what the
+simulator has chunks take, arithmetic of every row included, and the fitted cost model chooses, by
+the margins of today's policy (`MIN_GAIN`, `MOST_DELAY`).
 """
 
 import random
@@ -25,9 +27,16 @@ from kunserve.control.group.guessing import Guesses
 from kunserve.control.group.scheduler import Scheduler
 from kunserve.control.group.sequence import Sequence as Sequence_
 from kunserve.control.instance.work import Work
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
-from kunserve.policy.batch.speculation import FIRST_RATE, learned_rate
+from kunserve.policy.batch.cost import batch_cost
+from kunserve.policy.batch.speculation import (
+    FIRST_RATE,
+    MIN_GAIN,
+    MOST_DELAY,
+    learned_rate,
+)
 from kunserve_lab.compare.simulated.prompts import ANSWER
 from kunserve_lab.compare.simulated.scenario import Scenario
 from kunserve_lab.compare.simulated.simulation import simulate
@@ -76,18 +85,28 @@ class Guessed:
     texts: tuple[Text, ...]
     is_priced: bool = True
     reads_once: bool = True
-    """False: each row reads the request's KV, as today's kernels have it."""
+    """False: each row reads the request's KV, as GPUs' decodes have it."""
+    is_rule: bool = False
+    """Chosen by the fitted cost model; steps cost what the simulator has them cost."""
 
 
-GUESSED = {
-    f"{system}, guesses {name}": Guessed(system, texts)
-    for name, texts in TEXTS.items()
-    for system in ("recompute", "drop")
-} | {
-    "recompute, unpriced 0.45": Guessed("recompute", TEXTS["0.45"], is_priced=False),
-    "recompute, by row 0.3": Guessed("recompute", TEXTS["0.3"], reads_once=False),
-    "recompute, by row 0.6": Guessed("recompute", TEXTS["0.6"], reads_once=False),
-}
+GUESSED = (
+    {
+        f"{system}, guesses {name}": Guessed(system, texts)
+        for name, texts in TEXTS.items()
+        for system in ("recompute", "drop")
+    }
+    | {
+        f"{system}, rule {name}": Guessed(system, texts, is_priced=False, is_rule=True)
+        for name, texts in TEXTS.items()
+        for system in ("recompute", "drop")
+    }
+    | {
+        "recompute, unpriced 0.45": Guessed("recompute", TEXTS["0.45"], is_priced=False),
+        "recompute, by row 0.3": Guessed("recompute", TEXTS["0.3"], reads_once=False),
+        "recompute, by row 0.6": Guessed("recompute", TEXTS["0.6"], reads_once=False),
+    }
+)
 VARIANTS = ("recompute", "drop", "endless", *GUESSED)
 
 
@@ -232,6 +251,44 @@ class PricedGuessing:
         return num_best
 
 
+class RuleGuessing(PricedGuessing):
+    """By predicted time, as a scheduler could: beside prompts, and however many decode."""
+
+    def _num_chosen(
+        self,
+        ranked: list[Candidate],
+        weight: float,
+        chosen: list[tuple[Sequence_, int]],
+        decodes: list[Sequence_],
+    ) -> int:
+        """How many give most per time, with today's margins; nobody's step grows for others."""
+        cost = self._cost
+        prefixes = [seq.num_computed for seq, _ in chosen]
+        lengths = [count for _, count in chosen]
+        place = {seq.request_id: at for at, (seq, _) in enumerate(chosen)}
+        ones = [seq.num_computed for seq in decodes]
+        plain_s = batch_cost(cost, ones, [1] * len(ones), 1)
+        alone_s = batch_cost(cost, prefixes, lengths, 1)
+        each = [1.0] * len(decodes)
+        best, num_best = MIN_GAIN * weight / plain_s, 0
+        for number, one in enumerate(ranked, 1):
+            weight += one.value
+            each[one.decode] += one.value
+            lengths[place[decodes[one.decode].request_id]] += 1
+            more_s = batch_cost(cost, prefixes, lengths, 1) - alone_s + cost.sample_s * number
+            delay = 1.0 + more_s / plain_s
+            is_fair = 1.0 + more_s / alone_s <= MOST_DELAY or delay <= min(each)
+            if is_fair and weight / (plain_s + more_s) > best:
+                best, num_best = weight / (plain_s + more_s), number
+        return num_best
+
+    @property
+    def _cost(self) -> CostCoefficients:
+        cost = self._world.cost
+        assert cost is not None, "nobody has fitted what steps cost"
+        return cost
+
+
 @dataclass(slots=True)
 class Checked:
     """What a run has checked."""
@@ -243,8 +300,16 @@ class Checked:
 class GuessingWorld(TimedWorld):
     """Every scheduler guesses."""
 
-    def __init__(self, *args: Any, guessed: Guessed, times: RowTimes, checked: Checked) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        guessed: Guessed,
+        times: RowTimes,
+        cost: CostCoefficients | None,
+        checked: Checked,
+    ) -> None:
         self._guessed = guessed
+        self.cost = cost
         self._checked = checked
         self.times = times
         self.lookups: dict[RequestId, Lookup] = {}
@@ -272,7 +337,8 @@ class GuessingWorld(TimedWorld):
         if membership is not None and (scheduler := membership.scheduler) is not None:
             held: Any = scheduler
             if not isinstance(held._guessing, PricedGuessing):
-                held._guessing = PricedGuessing(self, scheduler)
+                kind = RuleGuessing if self._guessed.is_rule else PricedGuessing
+                held._guessing = kind(self, scheduler)
         work = super().begin_step(member)
         if work is not None:
             chunks = work.step.plan.chunks
@@ -290,11 +356,14 @@ def run(variant: str, scenario: Scenario) -> Iterator[Named]:
     profile = scenario.profile
     device, once = find_device("a800"), guessed.reads_once
     times = RowTimes(profile.model, device, profile.num_gpus, reads_once=once)
-    scenario = replace(scenario, profile=replace(profile, times=times))
+    if not guessed.is_rule:
+        scenario = replace(scenario, profile=replace(profile, times=times))
     checked = Checked()
 
     def make_world(*args: Any) -> GuessingWorld:
-        return GuessingWorld(*args, guessed=guessed, times=times, checked=checked)
+        return GuessingWorld(
+            *args, guessed=guessed, times=times, cost=scenario.cost, checked=checked
+        )
 
     result = simulate(find_system(guessed.system), scenario, make_world=make_world)
     yield from figures_of_run(result, scenario)

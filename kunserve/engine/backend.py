@@ -69,6 +69,8 @@ class Backend(Protocol):
     """Whether a pipeline's stages compute the output head together."""
     has_panels: bool
     """Whether matrices lie in panels. So all instances of a cluster have them, or none."""
+    rows_are_alike: bool
+    """Whether a token's bits are the same whichever of its sequence's are computed with it."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -255,6 +257,7 @@ class CpuBackend(OneMemory):
     keeps_quantised = True
     splits_head = True
     has_panels = True
+    rows_are_alike = True
 
     def __init__(self, shared: SharedWeights | None = None) -> None:
         """``shared`` is what ``InstanceConfig.weight_sharers`` asks for."""

@@ -192,7 +192,7 @@ class EngineBody:
         if work.feeds is None:  # else the step before may still read
             for shard in self.memory.shards:
                 shard.tidy()
-        batch = build_batch(work)
+        batch = build_batch(work, rows_are_alike=self._backend.rows_are_alike)
         bounds = entry_bounds(batch, self._blocks)
         own = self.memory.shards[0]  # the others are alike
         assert own.backs(bounds, work.layers), (own.held, work.layers, bounds)

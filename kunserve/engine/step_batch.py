@@ -12,11 +12,12 @@ from kunserve.engine.cpu.kernels.ops import lowest_and_highest
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
-def build_batch(work: StepWork) -> StepBatch:
+def build_batch(work: StepWork, *, rows_are_alike: bool = False) -> StepBatch:
     """The step's arrays; the logits wanted are those of the plan's ``sampled_rows``.
 
-    A decode with guesses is one sequence for each of its tokens. So all of them are computed as
-    decodes are, by the same kernels and recorded steps, and a right guess changes no bit.
+    A right guess changes no bit. So a decode with guesses is one sequence for each of its tokens,
+    computed by the same kernels and recorded steps as decodes are; or it is one, whose KV is read
+    once, where ``rows_are_alike``: a row's bits do not depend on those beside it.
     """
     chunks, rows = work.plan.chunks, work.rows
     _, chunk_starts, chunk_lengths, chunk_samples = zip(*chunks, strict=True)
@@ -26,13 +27,15 @@ def build_batch(work: StepWork) -> StepBatch:
     starts = np.array(chunk_starts, dtype=np.int32)
     lengths = np.array(chunk_lengths, dtype=np.int32)
     num_sampled = np.array(chunk_samples, dtype=np.int32)
-    if (guesses := num_sampled > 1).any():
-        assert (lengths == num_sampled)[guesses].all(), chunks
+    guesses = num_sampled > 1
+    assert (lengths == num_sampled)[guesses].all(), chunks
+    if guesses.any() and not rows_are_alike:
         parts = np.where(guesses, lengths, np.int32(1))
         starts = np.repeat(starts - np.cumsum(parts, dtype=np.int32) + parts, parts)
         starts += np.arange(len(starts), dtype=np.int32)
         lengths = np.repeat(np.where(guesses, np.int32(1), lengths), parts)
-        num_sampled, rows = np.repeat(num_sampled, parts), np.repeat(rows, parts)
+        num_sampled = np.repeat(np.minimum(num_sampled, np.int32(1)), parts)
+        rows = np.repeat(rows, parts)
     q_starts = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=q_starts[1:])
     positions = np.arange(q_starts[-1], dtype=np.int32)
@@ -44,9 +47,17 @@ def build_batch(work: StepWork) -> StepBatch:
         rows=np.ascontiguousarray(rows, dtype=np.int32),
         q_starts=q_starts,
         context_lens=starts + lengths,
-        sample_rows=q_starts[1:][num_sampled > 0] - 1,
+        sample_rows=_sampled(q_starts[1:], num_sampled),
         wants_sampled=work.is_last and not work.plan.scored,
     )
+
+
+def _sampled(ends: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The last so many rows of each sequence, which end there."""
+    if counts.max(initial=0) <= 1:
+        return ends[counts > 0] - np.int32(1)
+    last = np.repeat(ends - np.cumsum(counts, dtype=np.int32), counts)
+    return last + np.arange(len(last), dtype=np.int32)
 
 
 def _only_decodes(work: StepWork, starts: tuple[int, ...]) -> StepBatch:

@@ -70,6 +70,7 @@ class SeveralRanks(OwnDecoders):
         self.open_pages: OpenPages = one.open_pages
         self.has_panels = one.has_panels
         self.pads_steps = one.pads_steps
+        self.rows_are_alike = one.rows_are_alike
         self.computes_aside = one.computes_aside
         self._model = model
         self._source = source

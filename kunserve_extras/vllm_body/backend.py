@@ -29,6 +29,7 @@ class VllmBackend(CpuBackend):
 
     splits_head = False
     has_panels = False
+    rows_are_alike = False
 
     def __init__(self, config: InstanceConfig) -> None:
         super().__init__()

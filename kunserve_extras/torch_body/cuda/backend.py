@@ -73,6 +73,7 @@ class CudaBackend(OneMemory):
     computes_aside = True
     splits_head = False
     has_panels = False
+    rows_are_alike = False
 
     def __init__(
         self, device: torch.device, library: str = LIBRARY, recorder: Recorder | None = None

@@ -176,6 +176,7 @@ class FedAlikeDecoder(ReferenceDecoder):
 class ReferenceBackend(CpuBackend):
     """A CPU whose steps are computed plainly."""
 
+    rows_are_alike = False
     decoder_type: type[ReferenceDecoder] = ReferenceDecoder
 
     def decoder(

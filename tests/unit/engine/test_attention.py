@@ -194,6 +194,12 @@ def test_bits_do_not_depend_on_batching(dtype, window, cap, group, dim):
     assert torch.equal(whole, attend(32, 1, one_by_one))
     chunked = [[(0, 77, 77), (1, 1, 1), (2, 64, 64)], [(1, 130, 131), (0, 123, 200)]]
     assert torch.equal(whole, attend(16, 3, chunked))
+    for num in (2, 3, 4, 5):  # as decodes with guesses
+        few = [
+            [(s, min(num, n - t), min(n, t + num)) for s, n in enumerate(lengths) if t < n]
+            for t in range(0, 200, num)
+        ]
+        assert torch.equal(whole, attend(32, 1, few)), num
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -197,7 +197,7 @@ def test_batches_are_flattened_in_plan_order() -> None:
     batch.check()
 
 
-def test_a_decode_with_guesses_is_several_decodes() -> None:
+def test_a_decode_with_guesses_is_several_decodes_or_reads_kv_once() -> None:
     chunks = (
         Chunk(RequestId("a"), 5, 3, 3),
         Chunk(RequestId("b"), 9, 1, 1),
@@ -215,6 +215,13 @@ def test_a_decode_with_guesses_is_several_decodes() -> None:
     )
     batch = build_batch(work)
     assert batch.positions.tolist() == [5, 6, 7, 9, 2, 3]
+    alike = build_batch(work, rows_are_alike=True)
+    assert alike.positions.tolist() == batch.positions.tolist()
+    assert alike.sample_rows.tolist() == batch.sample_rows.tolist()
+    assert alike.rows.tolist() == [7, 1, 4]
+    assert alike.q_starts.tolist() == [0, 3, 4, 6]
+    assert alike.context_lens.tolist() == [8, 10, 4]
+    alike.check()
     assert batch.rows.tolist() == [7, 7, 7, 1, 4]
     assert batch.q_starts.tolist() == [0, 1, 2, 3, 4, 6]
     assert batch.context_lens.tolist() == [6, 7, 8, 10, 4]
