@@ -142,22 +142,16 @@ def _config(kind: str, num_layers: int) -> transformers.PretrainedConfig:
                 num_experts_per_tok=3,
                 norm_topk_prob=True,
             )
-        case "olmo2":  # norms behind attention and MLP, of q and k over all heads at once
-            sizes.pop("head_dim")
-            return transformers.Olmo2Config(**{**sizes, "hidden_size": 128})
         case "stablelm":  # norms with biases, a quarter of each head is turned
             sizes.pop("head_dim")
             return transformers.StableLmConfig(
                 **{**sizes, "hidden_size": 128}, use_qkv_bias=True, tie_word_embeddings=False
             )
-        case "starcoder2":  # an MLP without a gate, biases everywhere
+        case "nemotron":  # an MLP without a gate, squares of what is positive
             sizes.pop("head_dim")
-            return transformers.Starcoder2Config(
-                **{**sizes, "hidden_size": 128}, sliding_window=None, use_bias=True
-            )
-        case "gpt_neox":  # attention and MLP side by side, q, k and v as one matrix
-            sizes = {**sizes, "hidden_size": 128}
-            return transformers.GPTNeoXConfig(**sizes, rotary_pct=0.25, use_parallel_residual=True)
+            return transformers.NemotronConfig(**{**sizes, "hidden_size": 128})
+        case "glm4":  # four norms, half of each head is turned, by pairs side by side
+            return transformers.Glm4Config(**{**sizes, "hidden_size": 128}, attention_bias=True)
         case _:
             raise ValueError(kind)
 
@@ -166,7 +160,7 @@ KINDS = ("llama", "llama3", "qwen2", "qwen3", "mistral")
 """With every operation that any model needs: most tests take one or all of these."""
 SPARSE_KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """With experts."""
-FOREIGN_KINDS = ("olmo2", "stablelm", "starcoder2", "gpt_neox")
+FOREIGN_KINDS = ("stablelm", "nemotron", "glm4")
 """Which only vLLM's classes know: for `--engine vllm`."""
 GEMMAS = ("gemma2", "gemma3")
 MORE_KINDS = (

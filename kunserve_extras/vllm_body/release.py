@@ -303,9 +303,11 @@ class Model:
 
 def _layers_of(module: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """What runs from one layer to another, and the layers."""
+    name = type(module).__name__
     for inner in module.modules():
         if hasattr(inner, "start_layer") and hasattr(inner, "end_layer"):
             for child in inner.children():
                 if isinstance(child, nn.ModuleList) and len(child) == inner.end_layer:
                     return inner, child
-    raise UnsupportedModel(f"{type(module).__name__} cannot be cut into stages")
+    why = "is vLLM's for models without a class of its own, and " if "Transformers" in name else ""
+    raise UnsupportedModel(f"{name} {why}cannot be cut into stages")

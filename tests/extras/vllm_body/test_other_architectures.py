@@ -67,7 +67,7 @@ def test_vllm_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> Non
 
 
 @NEEDS_VLLM
-@pytest.mark.parametrize("kind", ["stablelm", "starcoder2", *SPARSE_KINDS])
+@pytest.mark.parametrize("kind", ["stablelm", *SPARSE_KINDS])
 def test_vllm_bits_in_bfloat16(kind: str, tmp_path: Path) -> None:
     """Alone, in batches, in chunks and in stages: all log-probabilities, not only the tokens."""
     folder = save_tiny(tmp_path, kind)
