@@ -136,11 +136,15 @@ test-clients: install $(CLIENTS)/.installed
 
 # Of their own, because vLLM pins much. VLLM=FOLDER takes one that has it already.
 VLLM ?= .venv-vllm
-VLLM_TESTS := tests/extras/vllm_body tests/e2e/tokens
+VLLM_TESTS := tests/extras/vllm_body tests/e2e/tokens tests/lab/benchmarks/test_gpu_vllm.py
+VLLM_PIP := $(VLLM)/bin/python -m pip -qq --disable-pip-version-check
 $(VLLM)/.kunserve: pyproject.toml
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --editable '.[vllm]' \
+	@$(VLLM_PIP) install --extra-index-url https://download.pytorch.org/whl/cpu --editable '.[vllm]' \
 	    'hypothesis>=6.120,<7' 'pytest>=9,<10' 'pytest-timeout>=2.4,<3'
+	@$(VLLM)/bin/python -c 'from kunserve_extras.vllm_body.refusals import check_companions as c; c()' \
+	    2>/dev/null || { echo "==> torchvision is built for another torch, so it goes: only images need it"; \
+	    $(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec; }
 	@touch $@
 
 # vLLM and what it brings warn of much that is not ours.

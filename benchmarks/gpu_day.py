@@ -61,6 +61,8 @@ PHASES = {
     "P7": Phase("spike", 510.0),
     "P3b": Phase("ranks", 180.0),
     "P9": Phase("peer", 150.0),
+    "P10": Phase("vllm_identity", 180.0),
+    "P11": Phase("vllm_burst", 330.0),
 }
 """In the order in which they run: the most valuable first. P7 uses the profile of P8."""
 
@@ -303,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
             + [f"  {name}  {call.shows}\n     {call.arithmetic}" for name, call in CALLS.items()]
         ),
     )
-    parser.add_argument("--call", choices=CALLS, help="one of four, each under ten minutes")
+    parser.add_argument("--call", choices=CALLS, help="one of five, each under ten minutes")
     parser.add_argument("--phases", type=_names, default=list(PHASES), metavar="S,P3,...")
     parser.add_argument("--out", type=Path, default=Path("out/gpu_day"))
     parser.add_argument("--evidence", type=Path, metavar="DIR", help="a packed file of each phase")

@@ -142,6 +142,16 @@ def _config(kind: str, num_layers: int) -> transformers.PretrainedConfig:
                 num_experts_per_tok=3,
                 norm_topk_prob=True,
             )
+        case "stablelm":  # norms with biases, a quarter of each head is turned
+            sizes.pop("head_dim")
+            return transformers.StableLmConfig(
+                **{**sizes, "hidden_size": 128}, use_qkv_bias=True, tie_word_embeddings=False
+            )
+        case "nemotron":  # an MLP without a gate, squares of what is positive
+            sizes.pop("head_dim")
+            return transformers.NemotronConfig(**{**sizes, "hidden_size": 128})
+        case "glm4":  # four norms, half of each head is turned, by pairs side by side
+            return transformers.Glm4Config(**{**sizes, "hidden_size": 128}, attention_bias=True)
         case _:
             raise ValueError(kind)
 
@@ -150,6 +160,8 @@ KINDS = ("llama", "llama3", "qwen2", "qwen3", "mistral")
 """With every operation that any model needs: most tests take one or all of these."""
 SPARSE_KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """With experts."""
+FOREIGN_KINDS = ("stablelm", "nemotron", "glm4")
+"""Which only vLLM's classes know: for `--engine vllm`."""
 GEMMAS = ("gemma2", "gemma3")
 MORE_KINDS = (
     "linear",

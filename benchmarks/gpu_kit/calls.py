@@ -67,4 +67,5 @@ CALLS = {
         "what is left",
         (Leg("P7", 260.0), Leg("P3b", 140.0), Leg("P9", 110.0)),
     ),
+    "E": Call("do vLLM's model classes gain as much?", (Leg("P10", 180.0), Leg("P11", 330.0))),
 }

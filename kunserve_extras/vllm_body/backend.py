@@ -12,7 +12,7 @@ from kunserve.engine.cpu.decoder import StepDecoder, StepLimits
 from kunserve.engine.cpu.kernels.library import library
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
-from kunserve.engine.weights.readers import Reader, SafetensorsReader
+from kunserve.engine.weights.readers import DummyReader, Reader, SafetensorsReader
 from kunserve.model.config import read_spec
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec, WeightSizes
@@ -86,7 +86,7 @@ class VllmBackend(CpuBackend):
         self, reader: Reader, spec: ModelSpec, memory: Memory, weights: ModelWeights
     ) -> Loader:
         """See ``Backend``."""
-        assert isinstance(reader, SafetensorsReader), reader
+        assert isinstance(reader, SafetensorsReader | DummyReader), reader
         return ParameterLoader(self._opened, reader, memory.shards[0])
 
     def decoder(

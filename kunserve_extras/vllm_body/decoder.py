@@ -16,6 +16,11 @@ from kunserve.model.spec import ModelSpec
 from kunserve_extras.vllm_body.release import Hop, Model
 from kunserve_extras.vllm_body.step_arrays import step_arrays
 
+_ALONE = 1 << 16
+"""Pairs of a token and a position that it attends to, up to which vLLM's part of a step has one
+thread. Its threads are torch's and our products have others: each of 200 short parts of a step
+would wait until a core is given up, and that takes longer than such a part."""
+
 
 class VllmDecoder:
     """Runs steps over the layers of a stage. One step at a time; not thread-safe."""
@@ -40,7 +45,7 @@ class VllmDecoder:
             product.room = self._logits.part
         self._passing_bytes = 0
         set_num_threads(num_threads)
-        torch.set_num_threads(num_threads)  # attention's
+        self._num_threads = num_threads
 
     def reserve(self, limits: StepLimits) -> None:
         """See ``StepDecoder``. Activations are taken anew in each step."""
@@ -94,6 +99,7 @@ class VllmDecoder:
         runs = [self._range]
         if between_layers is not None:
             runs = [LayerRange(layer, layer + 1) for layer in range(*self._range)]
+        torch.set_num_threads(1 if arrays.num_pairs <= _ALONE else self._num_threads)
         with self._model.step(arrays) as run:
             for layers in runs:
                 hop = run(layers, token_ids, hop)

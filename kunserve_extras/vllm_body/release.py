@@ -19,6 +19,10 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import utils as gemm_choice
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
@@ -32,6 +36,12 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from kunserve.core.errors import UnsupportedModel
 from kunserve.core.layout import LayerRange
+from kunserve_extras.vllm_body.experts import (
+    FINISHES,
+    add_experts,
+    are_known,
+    put_experts_in_panels,
+)
 from kunserve_extras.vllm_body.matrices import HeadProduct, is_known, put_in_panels
 from kunserve_extras.vllm_body.step_arrays import StepArrays
 
@@ -87,6 +97,37 @@ def _choose_product(module: nn.Module, remove_weight: bool) -> None:
     elif weight.ndim == 2:  # experts have their own
         known = remove_weight and is_known(weight)
         module.cpu_linear = put_in_panels(weight.data) if known else nn.functional.linear
+
+
+class _OurExperts(CPUUnquantizedExperts):  # type: ignore[misc]
+    """In place of vLLM's, where our kernels know how."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        put_experts_in_panels(layer.w13_weight.data, layer.w2_weight.data)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        *_: Any,
+        apply_router_weight_on_input: bool,
+        **__: Any,
+    ) -> None:
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        finish = FINISHES[activation.value]
+        output.copy_(add_experts(hidden_states, w1, w2, weights, topk_ids, finish))
+
+
+def _choose_experts(layer: nn.Module, method: UnquantizedFusedMoEMethod) -> None:
+    """What a layer's experts are multiplied by; called before its weights are arranged."""
+    is_plain = method.moe.activation.value in FINISHES and not method.moe.has_bias
+    if is_plain and are_known(layer.w13_weight, layer.w2_weight):
+        method.experts_cls = _OurExperts
 
 
 def open_model(folder: Path, dtype: str, block_size: int) -> "Model":
@@ -148,8 +189,12 @@ class Model:
         """Whether every matrix is multiplied by our kernels: none by vLLM's, as experts are."""
         matrices = [m for m in self.module.modules() if getattr(m, "weight", None) is not None]
         products = [m.cpu_linear for m in matrices if hasattr(m, "cpu_linear")]
-        has_experts = any(p.ndim > 2 for p in self.module.parameters())
-        return not has_experts and nn.functional.linear not in products
+        experts = [
+            getattr(getattr(m, "quant_method", None), "experts_cls", None)
+            for m in self.module.modules()
+            if any(p.ndim > 2 for p in m.parameters(recurse=False))
+        ]
+        return nn.functional.linear not in products and set(experts) <= {_OurExperts}
 
     def _find_attention(self) -> list[Attention]:
         """Of each layer, in order."""
@@ -194,6 +239,8 @@ class Model:
                     method = getattr(part, "quant_method", None)
                     if method is not None and hasattr(method, "moe_kernel"):
                         method.moe_kernel = None  # else what files give counts as arranged
+                    if isinstance(method, UnquantizedFusedMoEMethod):
+                        _choose_experts(part, method)
                 process_weights_after_loading(module, self._config.model_config, _CPU)
 
     @contextlib.contextmanager
@@ -256,9 +303,11 @@ class Model:
 
 def _layers_of(module: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """What runs from one layer to another, and the layers."""
+    name = type(module).__name__
     for inner in module.modules():
         if hasattr(inner, "start_layer") and hasattr(inner, "end_layer"):
             for child in inner.children():
                 if isinstance(child, nn.ModuleList) and len(child) == inner.end_layer:
                     return inner, child
-    raise UnsupportedModel(f"{type(module).__name__} cannot be cut into stages")
+    why = "is vLLM's for models without a class of its own, and " if "Transformers" in name else ""
+    raise UnsupportedModel(f"{name} {why}cannot be cut into stages")

@@ -34,6 +34,11 @@ class StepArrays:
         return int(np.diff(self.q_starts).max())
 
     @property
+    def num_pairs(self) -> int:
+        """At most so many times a token attends to a position."""
+        return int(np.dot(np.diff(self.q_starts).astype(np.int64), self.context_lens))
+
+    @property
     def num_positions(self) -> int:
         """Tokens of the longest context."""
         return int(self.context_lens.max())

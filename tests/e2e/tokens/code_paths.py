@@ -257,8 +257,9 @@ VLLM_PATHS = {
     "death": CodePath("qwen3", 8, engine="vllm", num_blocks=28, after=crash),
     "windows-gemma2": CodePath("gemma2", 8, engine="vllm", num_blocks=28),
     "experts": replace(EXPERTS, engine="vllm", num_blocks=28, last_layers=None),
+    "unknown-to-us": CodePath("stablelm", 8, engine="vllm", num_blocks=28),
 }
-"""Of models with experts float32 only says the same tokens: vLLM's kernels multiply by them."""
+VLLM_PATHS["experts-bfloat16"] = replace(VLLM_PATHS["bfloat16"], kind="qwen3_moe", num_layers=4)
 PIPELINE_OF_RANKS = CodePath(
     "qwen3",
     num_ranks=2,

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -8,6 +9,7 @@ from kunserve.core.config import ClusterConfig, InstanceConfig, KunServeConfig, 
 from kunserve.core.errors import ConfigError, UnsupportedModel
 from kunserve.model.source import ModelSource
 from kunserve_extras.vllm_body.refusals import (
+    check_companions,
     check_model,
     check_release,
     installed_version,
@@ -41,6 +43,30 @@ def test_either_package_is_vllm() -> None:
 
     assert installed_version(find) == "0.33.0"
     assert installed_version(find_nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "refused"),
+    [
+        ("2.13.0+cpu", "0.28.0", True),
+        ("2.13.0+cpu", "0.28.0+cpu", False),
+        ("2.13.0+cpu", None, False),
+        ("2.13.0", "0.28.0", False),
+    ],
+)
+def test_a_torchvision_for_another_torch(
+    torch: str, torchvision: str | None, *, refused: bool
+) -> None:
+    versions = {"torch": torch, "torchvision": torchvision}
+
+    def find(name: str) -> str:
+        found = versions.get(name)
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    with pytest.raises(ConfigError, match="pip uninstall") if refused else nullcontext():
+        check_companions(find)
 
 
 def test_blocks_are_what_its_kernels_want() -> None:
@@ -81,6 +107,8 @@ def test_settings_that_are_refused(config: KunServeConfig, told: str) -> None:
         ({"is_encoder_decoder": True}, "encoder"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "state"),
         ({"mamba_d_state": 16}, "state"),
+        ({"layers_block_type": ["attention", "mamba"]}, "state"),
+        ({"conv_L_cache": 3}, "state"),
         ({"num_kv_shared_layers": 4}, "share KV"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "EAGLE"),
@@ -95,3 +123,18 @@ def test_a_folder_is_served_and_a_gguf_file_is_not(tmp_path: Path) -> None:
     check_model(ModelSource("tiny", folder, "safetensors"))
     with pytest.raises(UnsupportedModel, match="safetensors"):
         check_model(ModelSource("tiny", tmp_path / "tiny.gguf", "gguf"))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("adapter_config.json", "LoRA"), ("hf_quant_config.json", "quantised")]
+)
+def test_files_that_tell_of_something_else(name: str, told: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    (folder / name).write_text("{}")
+    with pytest.raises(UnsupportedModel, match=told):
+        check_model(ModelSource("tiny", folder, "safetensors"))
+
+
+def test_what_is_no_limit_is_not_refused() -> None:
+    values = {"architectures": ["Olmo2ForCausalLM"], "kv_lora_rank": None, "layer_types": None}
+    assert model_refused(values) is None

@@ -47,6 +47,7 @@ def test_every_token_has_its_slot(chunks: Chunks) -> None:
             token += 1
     assert token == len(arrays.slots) == len(arrays.positions)
     assert list(arrays.begun) == begun
+    assert arrays.num_pairs == sum(num * (start + num) for start, num in chunks)
     assert arrays.longest_query == max(num for _, num in chunks)
     assert arrays.num_positions == max(start + num for start, num in chunks)
 
