@@ -253,6 +253,7 @@ class EngineBody:
         scores = self._scorer.score(work.plan, batch, states) if work.plan.scored else ()
         if not work.gives_rows:
             return StepOutcome(None, asked.take(), scores)
+        assert states is not None
         if len(batch.sample_rows) < len(states):
             states = states.index_select(0, torch.from_numpy(batch.sample_rows))
         return StepOutcome(states, (), scores)

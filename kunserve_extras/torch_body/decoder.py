@@ -85,7 +85,7 @@ class TorchDecoder:
         self._logits = torch.empty(0, spec.vocab_size, device=self._device)
         self._raw_logits = self._logits.to(self._dtype)
         """Before they are widened."""
-        self._whole: WholeSteps | None = None
+        self._whole_steps: WholeSteps | None = None
         self._sender = Sender(self._device)
         self._recorder = recorder
         self._recorded: list[tuple[LayerGraphs, GraphInputs]] = []
@@ -150,7 +150,7 @@ class TorchDecoder:
 
         whole = None
         if mixed_seqs is None and max(sizes) <= len(self._logits):
-            whole = self._whole = WholeSteps(
+            whole = self._whole_steps = WholeSteps(
                 self._angles, self._logits, self._raw_logits, max(sizes), inputs
             )
 
@@ -177,11 +177,11 @@ class TorchDecoder:
     @property
     def recorded(self) -> "TorchDecoder | None":
         """See ``StepDecoder``."""
-        return None if self._whole is None else self
+        return None if self._whole_steps is None else self
 
     def ask_whole(self, batch: StepBatch) -> tuple[torch.Tensor, Found] | None:
         """See ``RecordedDecoder``: steps of single tokens, each of which gives one."""
-        whole, (graphs, inputs) = self._whole, self._recorded[0]
+        whole, (graphs, inputs) = self._whole_steps, self._recorded[0]
         num, rows = batch.num_tokens, graphs.rows_for(batch.num_tokens)
         if whole is None or rows is None or self._range.num_layers < self._spec.num_layers:
             return None
