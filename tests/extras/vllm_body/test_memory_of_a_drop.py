@@ -44,9 +44,8 @@ def test_vllm_leaves_no_copy(kind: str, dtype: str, tmp_path: Path) -> None:
         assert abs(shared - resident("RssShmem")) < 0.1 * dropped
         end = body.memory.spec.units_when_holding(KEPT.num_layers)
         units = end - body.memory.spec.kv_units
-        body.memory.write_units(
-            [(end - units, end)], np.full(units * body.memory.unit_bytes, 0xFF, dtype=np.uint8)
-        )
+        garbage = np.full(units * body.memory.unit_bytes, 0xFF, dtype=np.uint8)
+        body.memory.write_units([(end - units, units)], garbage)
         assert abs(shared - resident("RssShmem")) < 0.1 * dropped, "no page more was needed"
         for _ in range(3):
             body.memory.reclaim(WHOLE)
