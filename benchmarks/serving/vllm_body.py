@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.report import Report
+from benchmarks.report import Report, Setting
 from benchmarks.serving.peer_servers import ROOT, Server, ours, running, say, vllm
 from benchmarks.serving.peers import CASES, Case, one
 from kunserve.engine.cpu.kernels.levels import processor_name
@@ -91,7 +91,7 @@ def main() -> None:
     options = parser.parse_args()
     cases = [SHORT[name] for name in options.cases]
     rounds = range(options.first_round, options.first_round + options.rounds)
-    settings = {"dtype": options.dtype, "threads": options.threads}
+    settings: dict[str, Setting] = {"dtype": options.dtype, "threads": options.threads}
     if options.at is not None:
         kept = json.loads(options.at.read_text())
         servers = [Server(name, [], {}, url) for name, url in kept["urls"].items()]
@@ -135,7 +135,7 @@ def measure(
     servers: Sequence[Server],
     cases: Sequence[Case],
     rounds: Sequence[int],
-    settings: dict[str, object],
+    settings: dict[str, Setting],
 ) -> None:
     """All of it, reported."""
     rates = take_turns(servers, cases, rounds)

@@ -35,6 +35,8 @@ def test_without_it_they_say_so(
 
 @NEEDS_VLLM
 def test_tokens_over_drops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {one["name"]: one["value"] for one in figures(vllm_identity, tmp_path, capsys)}
+    said = figures(vllm_identity, tmp_path, capsys)
+    found = {one["name"]: one["value"] for one in said}
+    freed = [one["value"] for one in said if one["name"] == "freed"]
     assert found["other tokens through the drop"] == 0
-    assert found["freed"] > 0 < found["moved"] and found["kinds of tokens"] > 10
+    assert freed[0] > 0 > freed[1] and found["kinds of tokens"] > 4
