@@ -33,8 +33,8 @@ LAYOUTS = {
     "four instances": ["--num-instances", "4"],
 }
 STATES = ("after ready", "alone", "beside loops")
-FILLED_S = 8.0
-"""After these memory is filled, as far as it is in the background."""
+FILLED, FILLED_S = "memory in pages of 2 MiB", 30.0
+"""What the log says when memory is filled; after so long it is not waited for."""
 LOOP = "while True: pass"
 WARM_UP_TOKENS = 4
 ASKED = {"prompt": "The quick brown fox", "temperature": 0, "ignore_eos": True}
@@ -98,8 +98,12 @@ def measured(server: Server, args: argparse.Namespace) -> Iterator[tuple[str, in
             process.wait_ready()
             ready_s = time.monotonic()
             for state in STATES:
-                if state == "alone":
-                    time.sleep(max(0.0, ready_s + FILLED_S - time.monotonic()))
+                while (
+                    state == "alone"
+                    and time.monotonic() < ready_s + FILLED_S
+                    and FILLED not in process.log_path.read_text(errors="replace")
+                ):
+                    time.sleep(0.5)
                 number = args.loops if state == "beside loops" else 0
                 with busy_loops(number):
                     tokens_per_s(server.url, 1, WARM_UP_TOKENS)
