@@ -140,7 +140,7 @@ VLLM_TESTS := tests/extras/vllm_body tests/e2e/tokens tests/lab/benchmarks/test_
 VLLM_PIP := $(VLLM)/bin/python -m pip -qq --disable-pip-version-check
 $(VLLM)/.kunserve: pyproject.toml
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	@$(VLLM_PIP) install --extra-index-url https://download.pytorch.org/whl/cpu --editable '.[vllm]' \
+	@$(VLLM_PIP) install --editable '.[vllm]' \
 	    'hypothesis>=6.120,<7' 'pytest>=9,<10' 'pytest-timeout>=2.4,<3'
 	@$(VLLM)/bin/python -c 'from kunserve_extras.vllm_body.refusals import check_companions as c; c()' \
 	    2>/dev/null || { echo "==> torchvision is built for another torch, so it goes: only images need it"; \

@@ -54,10 +54,8 @@ def build_batch(work: StepWork, *, rows_are_alike: bool = False) -> StepBatch:
 
 def _sampled(ends: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """The last so many rows of each sequence, which end there."""
-    if counts.max(initial=0) <= 1:
-        return ends[counts > 0] - np.int32(1)
-    last = np.repeat(ends - np.cumsum(counts, dtype=np.int32), counts)
-    return last + np.arange(len(last), dtype=np.int32)
+    last = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
+    return last.astype(np.int32)
 
 
 def _only_decodes(work: StepWork, starts: tuple[int, ...]) -> StepBatch:

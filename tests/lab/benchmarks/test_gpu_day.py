@@ -123,10 +123,10 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_phase_that_there_is_not_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_day", "--phases", "P0,P11"])
+    monkeypatch.setattr(sys, "argv", ["gpu_day", "--phases", "P0,P77"])
     with pytest.raises(SystemExit):
         gpu_day.main()
-    assert "P11 is none of S, P3" in capsys.readouterr().err
+    assert "P77 is none of S, P3" in capsys.readouterr().err
 
 
 def test_no_driver_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def has_slow_bfloat16() -> bool:
 
 def native_flags() -> tuple[str, ...]:
     """For a compiler, to make code for this very processor."""
-    return ("-march=native", *(("-U__AVX512BF16__",) if has_slow_bfloat16() else ()))
+    return ("-march=native", *(("-DKUN_SLOW_BF16",) if has_slow_bfloat16() else ()))
 
 
 def asked_level() -> Level | None:

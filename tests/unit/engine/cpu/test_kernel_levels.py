@@ -1,6 +1,7 @@
 """Which of a wheel's libraries a processor gets, and what a wheel gets compiled."""
 
 import logging
+import os
 import platform
 import re
 import shutil
@@ -59,9 +60,18 @@ def test_bfloat16_is_taken_where_it_is_fast(monkeypatch, wheel, vendor, features
     processor(monkeypatch, *X86["x86-64-v4-bf16"].needs | features, vendor=vendor)
     assert find_or_build().name.startswith(f"kernels-{wanted}-")
     is_slow = vendor == "GenuineIntel" and "avx512_fp16" in features
-    assert ("-U__AVX512BF16__" in levels.native_flags()) == is_slow
+    assert ("-DKUN_SLOW_BF16" in levels.native_flags()) == is_slow
     monkeypatch.setenv(VARIABLE, "x86-64-v4-bf16")
     assert find_or_build().name.startswith("kernels-x86-64-v4-bf16-")
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="reads machine code with binutils")
+@pytest.mark.skipif(not levels.has_slow_bfloat16(), reason="bfloat16 is fast here, or not there")
+@pytest.mark.skipif("KERNEL_FLAGS" in os.environ, reason="compiled otherwise")
+def test_what_is_compiled_here_leaves_out_slow_bfloat16() -> None:
+    command = ["objdump", "-d", "--no-show-raw-insn", str(build_module.build())]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "vfmadd" in code and "vdpbf16ps" not in code
 
 
 def test_tiles_come_before_what_was_compiled_here(monkeypatch, wheel) -> None:

@@ -11,7 +11,7 @@
 /* Factors are what products read of x. Without products of bfloat16 they are floats: x is widened
  * once for many panels, and a vector of w once for a pass. With AVX-512 they also lie in the order in
  * which a pass reads them. Elsewhere they are x as it lies. */
-#if defined(KUN_BF16) && (defined(__AVX512F__) || PIECE < LANES) && !defined(__AVX512BF16__) && \
+#if defined(KUN_BF16) && (defined(__AVX512F__) || PIECE < LANES) && !defined(HAS_BF16) && \
     !defined(AMX_LINEAR)
 #define WIDENS_X
 #ifdef __AVX512F__

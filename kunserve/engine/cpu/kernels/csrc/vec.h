@@ -9,6 +9,12 @@
 #include <immintrin.h>
 #endif
 
+/* Products of bfloat16 that are worth it. A compiler that makes code for this very processor cannot be
+ * told otherwise by -U: its own headers define the name anew. */
+#if defined(__AVX512BF16__) && !defined(KUN_SLOW_BF16)
+#define HAS_BF16
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
 #define LANES 16
@@ -53,7 +59,7 @@ INLINE vf widen(half_u h) {
 #endif
 }
 INLINE half_u narrow(vf v) {
-#ifdef __AVX512BF16__
+#ifdef HAS_BF16
   return (half_u)_mm512_cvtneps_pbh((__m512)v);
 #else
   vi bits = (vi)v;
@@ -135,7 +141,7 @@ INLINE vf dot_f32(vf acc, vi a, vi b) {
 #endif
 }
 INLINE vf dot_bf16(vf acc, vi a, vi b) {
-#ifdef __AVX512BF16__
+#ifdef HAS_BF16
   return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 #else
   acc = dot_f32(acc, a & (int32_t)0xffff0000, b & (int32_t)0xffff0000);
