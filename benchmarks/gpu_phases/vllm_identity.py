@@ -66,6 +66,12 @@ def shape_of(machine: Machine) -> ModelSpec:
     return next(SHAPES[n] for n in ("14b", "7b", "1.5b") if SHAPES[n].weights_bytes <= fits)
 
 
+def prompts_of(spec: ModelSpec) -> list[list[int]]:
+    """Random ones, some of several blocks."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(3, spec.vocab_size, n).tolist() for n in _LENGTHS]
+
+
 def not_there(config: KunServeConfig) -> str | None:
     """Why it cannot run here."""
     try:
@@ -82,8 +88,7 @@ def _over_drops(machine: Machine, report: Report) -> None:
     if why is not None:
         report.add("not there", None, "", model=spec.name, why=why)
         return
-    generator = np.random.default_rng(0)
-    prompts = [generator.integers(3, spec.vocab_size, n).tolist() for n in _LENGTHS]
+    prompts = prompts_of(spec)
     answers: dict[str, Answer] = {}
 
     async def story(asker: Asker) -> None:

@@ -1,5 +1,6 @@
 """Parts of a model whose parameters are loaded, dropped and come back together."""
 
+import mmap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from torch import nn
 from kunserve_extras.vllm_body.seats import Seats
 
 _NOTHING = 0
+_OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class _Raw(NamedTuple):
@@ -70,7 +72,7 @@ class Piece:
             raw.owner.register_parameter(raw.name, raw.parameter)
             if id(raw.parameter) not in made:
                 made.add(id(raw.parameter))
-                fresh = torch.empty(raw.shape, dtype=raw.dtype)
+                fresh = _own_pages(raw.shape, raw.dtype)
                 raw.parameter.data = fresh if raw.first is None else fresh.copy_(raw.first)
 
     def parameters(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -98,17 +100,27 @@ class Piece:
 
     def forget(self) -> None:
         """Give up the memory of all parameters."""
-        for _, parameter in self.named():
+        # A module that arranges them anew may have others in their places, over the same memory.
+        for parameter in [raw.parameter for raw in self._raw] + [one for _, one in self.named()]:
             parameter.data = parameter.data.new_empty(_NOTHING)
 
     def sit(self, views: dict[str, torch.Tensor]) -> None:
         """The parameters are what lies there, now and whatever is written there later."""
+        self.forget()
         for name, parameter in self.named():
             parameter.data = views[name]
 
     def seats(self) -> Seats:
         """Which its parameters take as they are now."""
         return Seats.of((name, parameter.data) for name, parameter in self.named())
+
+
+def _own_pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that goes back to the system with the tensor: a heap would keep layers of it."""
+    num_bytes = shape.numel() * dtype.itemsize
+    if num_bytes < mmap.PAGESIZE:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, _OWN), dtype=dtype).view(shape)
 
 
 def pieces_of(module: nn.Module, layers: nn.ModuleList) -> tuple[list[Piece], Piece]:
