@@ -9,7 +9,7 @@ import pytest
 
 from kunserve.core.config import MIB
 from kunserve.core.layout import LayerRange
-from tests.running.engines import ENGINES, open_engine
+from tests.running.engines import ENGINES, NEEDS_VLLM, open_engine
 from tests.tiny_models import tiny_model
 
 NUM_LAYERS, NUM_RESTORES = 8, 3
@@ -26,6 +26,7 @@ def resident(kind: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+@NEEDS_VLLM  # our own is what it is held against, and the process should have nothing else in it
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_are_in_the_arena_only(engine: str, kind: str, tmp_path: Path) -> None:
