@@ -12,7 +12,9 @@ def peers() -> list[Row]:
     found: dict[str, dict[str, dict[str, float]]] = {}
     for line in figures_of("peers"):
         of = line["settings"]
-        place = f"{of['processor']}, `{of['kernels']}`, {of['rounds']} rounds"
+        place = (
+            f"{of['processor']}, `{of['kernels']}`, {of['rounds']} round{'s' * (of['rounds'] > 1)}"
+        )
         found.setdefault(place, {}).setdefault(of["case"], {})[line["name"]] = line["value"]
     rows: list[Row] = [("", "KunServe", "vLLM 0.32", "OpenVINO", "llama.cpp", "/ vLLM", "/ best")]
     for place, cases in found.items():
@@ -29,4 +31,5 @@ def _ranged(values: dict[str, float], name: str) -> str:
     if name not in values:
         return ""
     least, most = values[f"{name}, least"], values[f"{name}, most"]
-    return f"{values[name]:,.0f} ({least:,.0f}-{most:,.0f})"
+    median = f"{values[name]:,.0f}"
+    return median if least == most else f"{median} ({least:,.0f}-{most:,.0f})"
