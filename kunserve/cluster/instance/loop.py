@@ -14,7 +14,7 @@ from kunserve.cluster.instance.wired_body import WiredBody
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.group.cache_journal import CacheEvent, CacheJournal
 from kunserve.control.instance.agent import InstanceAgent
-from kunserve.control.instance.body import SampleWork, StepOutcome, StepWork
+from kunserve.control.instance.body import StepOutcome, StepWork
 from kunserve.control.instance.stage_clock import StageClock
 from kunserve.control.instance.work import Work
 from kunserve.core.config import ClusterConfig
@@ -32,8 +32,6 @@ EXCHANGE_PAUSE_S = 0.03
 would take them, and everybody whose KV moves waits for the copies."""
 PREPARE_SHARE = 0.1
 """Of a step: so long at most is memory mapped between it and the next, or one piece."""
-HELD_TOKENS = 64
-"""A larger step is not waited for with what the front is to get: it lasts too long."""
 SHORT_WAIT_S = 0.002
 """A wait while steps may not begin."""
 
@@ -83,11 +81,10 @@ class InstanceLoop:
     twice at once.
 
     A turn gives the agent all mail that has come, and then runs one step at most, with what other
-    stages wait for behind it. Peers have got what the agent has said before the front, each in the
-    order in which it was said. When a turn ends nothing is kept back, but for the front's part in a
-    pipeline: another stage waits for the next step, so tokens are sent behind that if it is small.
-    While a step runs mail is read only in an exchange, or if as large a step has lasted. A turn
-    without work sleeps until there is mail, or a report is due.
+    stages wait for behind it. When it ends nothing that the agent has said is kept back: peers
+    have got theirs before the front, each in the order in which it was said. While a step runs
+    mail is read only in an exchange, or if as large a step has lasted. A turn without work sleeps
+    until there is mail, or a report is due.
     """
 
     def __init__(
@@ -123,8 +120,6 @@ class InstanceLoop:
         self._next_report_s = 0.0
         self._runs_ahead = False
         """A step has been asked for that nobody has waited for."""
-        self._holds = False
-        """What the front is to get is kept until the next step has been run and sent on."""
         self._plan: StepPlan | None = None
         """Of the step that runs, or that has failed."""
         self._exchange_since_s: float | None = None
@@ -170,14 +165,11 @@ class InstanceLoop:
         work = self._next_work()
         self._send(begins=work is not None)  # also of plans that compute nothing
         if work is not None:
-            if isinstance(work.step, StepWork) and work.step.plan.num_tokens > HELD_TOKENS:
-                self._post.send_to_front()
             self._run(work)
             self._follow_up()
             return
         if self._config.check_invariants:
             self._agent.check()
-        self._holds = False
         self._post.send_to_front()
 
     def _next_work(self) -> Work | None:
@@ -211,8 +203,7 @@ class InstanceLoop:
     def _send(self, *, begins: bool = False) -> None:
         """Peers get theirs first, because they wait for it. ``begins``: a step, right behind."""
         self._post.send()
-        if not self._holds:
-            self._post.send_to_front()
+        self._post.send_to_front()
 
     def _look(self) -> float:
         """Let the stage clock see what the group does now; returns the time."""
@@ -262,7 +253,6 @@ class InstanceLoop:
         self._heart.turn(is_computing=True)
         beside = None if self._beside is None else self._beside.begin_work()
         began_s = self._look()
-        self._holds = False
         if isinstance(work.step, StepWork):
             may_last = self._long_steps.may_last(work.step.plan)
             look_up = self._look_up if may_last or self._agent.is_exchanging else None
@@ -280,7 +270,6 @@ class InstanceLoop:
         with self._mover.quiet():
             self._agent.finished(work, outcome, ended_s)
         self._plan = None
-        self._holds = isinstance(work.step, SampleWork) and self._agent.has_ready_work()
         self._send()
 
     def _execute(
