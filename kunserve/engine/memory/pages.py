@@ -10,9 +10,7 @@ import itertools
 import logging
 import mmap
 import os
-import resource
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
@@ -348,24 +346,15 @@ def pair_up(targets: Spans, sources: Spans) -> Copies:
     return copies
 
 
-def _num_core_lost() -> int:
-    """How often something else has taken the core from this thread."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
-
-
 class _Prefault:
     """Touches memory in the background, and puts it into huge pages first where that is wanted.
 
     The first touch of a page costs several microseconds, which steps would pay otherwise. Pieces
     are small, since a remap waits for the one in progress, or for it to be collapsed. It is done
-    while nothing else wants the core: with the priority of steps it would take whole slices. Even
-    with the lowest one the core is lost to steps for as long as a machine waits for its host to
-    give a page. So when something has taken the core from it, it steps aside for a while.
+    while nothing else wants the core: with the priority of steps it would take whole slices.
     """
 
     _PIECE_BYTES = 128 * 1024
-    _ASIDE = 15
-    """Times as long as the piece took."""
 
     def __init__(
         self, address: int, num_bytes: int, collapses: bool, when_done: Callable[[], None]
@@ -388,7 +377,6 @@ class _Prefault:
         with contextlib.suppress(OSError):  # a sandbox may refuse it
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         address, end = self._address, self._address + self._num_bytes
-        num_lost, begin_s = _num_core_lost(), time.monotonic()
         while address < end:
             is_page = address % HUGE_PAGE_BYTES == 0 and end - address >= HUGE_PAGE_BYTES
             if is_page and self._collapses:
@@ -399,9 +387,5 @@ class _Prefault:
             if self._stopping.is_set() or not address_space.populate_pages(address, size):
                 return
             address += size
-            lost, now_s = _num_core_lost(), time.monotonic()
-            if lost > num_lost and self._stopping.wait(self._ASIDE * (now_s - begin_s)):
-                return
-            num_lost, begin_s = lost, time.monotonic()
         if self._collapses == collapses:  # else to count small pages takes long, for little
             self._when_done()

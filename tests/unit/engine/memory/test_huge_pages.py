@@ -18,7 +18,6 @@ from kunserve.core.config import MIB, InstanceConfig
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.memory import address_space, huge_pages
-from kunserve.engine.memory import pages as pages_module
 from kunserve.engine.memory.huge_pages import HUGE_PAGE_BYTES, arrange, fill
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.pages import HostPages
@@ -187,23 +186,6 @@ def test_what_is_not_needed_at_once_follows(
     pages.prefault(address, 10 * MIB)
     eventually(lambda: "memory in pages of 2 MiB: 10 of 10 MiB" in caplog.text)
     assert pages.huge_bytes == 10 * MIB
-    pages.close()
-
-
-@needs_huge_pages(10)
-def test_it_steps_aside_when_the_core_is_wanted(
-    slow: None, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., object]
-) -> None:
-    """By an hour for each millisecond here; who closes the memory need not wait for that."""
-    lost = itertools.count()
-    monkeypatch.setattr(pages_module, "_num_core_lost", lambda: next(lost))
-    monkeypatch.setattr(pages_module._Prefault, "_ASIDE", 3.6e6)
-    pages = HostPages(10 * MIB, 1 << 18, first_bytes=4 * MIB)
-    address = pages.reserve(10 * MIB)
-    pages.map(address, np.arange(40, dtype=np.int32))
-    pages.prefault(address, 10 * MIB)
-    eventually(lambda: pages.huge_bytes >= HUGE_PAGE_BYTES and next(lost) > 2)
-    assert pages.huge_bytes == HUGE_PAGE_BYTES
     pages.close()
 
 
