@@ -22,6 +22,7 @@ from kunserve.engine.cpu.kernels.build import find_or_build, of_level
 from kunserve.engine.cpu.kernels.levels import (
     asked_level,
     fitting_levels,
+    has_slow_bfloat16,
     levels_of,
     processor_features,
 )
@@ -64,7 +65,7 @@ def _processor() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
     has_bf16 = bool(levels) and "avx512_bf16" in levels[0].needs
     text = f"{cores} usable cores, {name}"
-    is_slow = not has_bf16 and "avx512_bf16" in processor_features()
+    is_slow = not has_bf16 and has_slow_bfloat16()
     if is_slow:
         text += "; kernels compute bfloat16 in float32, twice as fast as its AVX-512 BF16"
     elif not has_bf16:

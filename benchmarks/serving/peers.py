@@ -12,9 +12,10 @@ of several kinds of processors; ``docs/results.md`` has a table of each.
 import argparse
 import asyncio
 import contextlib
+import itertools
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -32,8 +33,8 @@ from kunserve_lab.workload.workload import Workload
 
 READY_S = 240.0
 TRIES = 4
-Rates: TypeAlias = dict[tuple[str, str], float]
-"""Tokens per second by case and server."""
+Rates: TypeAlias = dict[tuple[str, str], list[float]]
+"""Tokens per second of every round, by case and server."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,27 @@ async def one(server: Server, case: Case, seed: int) -> float:
     return metrics.output_throughput
 
 
-def turn(servers: list[Server], seed: int) -> Rates:
-    """One round: every case, server by server."""
-    return {
-        (case.name, server.name): asyncio.run(one(server, case, seed))
-        for case in CASES
-        for server in servers
-    }
+def in_turns(servers: Sequence[Server], rounds: int) -> Rates:
+    """Start all; in every round each case is computed by server after server.
+
+    A run that is broken off gives its whole rounds.
+    """
+    whole: list[dict[tuple[str, str], float]] = []
+    with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
+        say(f"starting {', '.join(s.name for s in servers)} (vLLM takes minutes at first) ...")
+        processes = [stack.enter_context(running(server, Path(logs))) for server in servers]
+        for server, process in zip(servers, processes, strict=True):
+            say(f"{server.name} ready in {until_ready(server, process, Path(logs)):.0f} s")
+        try:
+            for number in range(rounds + 1):  # the first round warms up
+                turns = itertools.product(CASES, servers)
+                whole.append({(c.name, s.name): asyncio.run(one(s, c, number)) for c, s in turns})
+                say(f"round {number} of {rounds} done")
+        except (KeyboardInterrupt, SystemExit):
+            if len(whole) < 2:
+                raise
+            say("broken off: the whole rounds follow")
+    return {key: [found[key] for found in whole[1:]] for key in whole[0]}
 
 
 def main() -> None:
@@ -101,36 +116,20 @@ def main() -> None:
         servers += [one for one in found if not options.systems or one.name in options.systems]
         if missing:
             say(f"left out, not installed under {options.peers}: {', '.join(missing)}")
-    whole: list[Rates] = []
-    with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
-        say(f"starting {', '.join(s.name for s in servers)} (vLLM takes minutes at first) ...")
-        processes = [stack.enter_context(running(server, Path(logs))) for server in servers]
-        for server, process in zip(servers, processes, strict=True):
-            say(f"{server.name} ready in {until_ready(server, process, Path(logs)):.0f} s")
-        try:
-            for number in range(options.rounds + 1):  # the first round warms up
-                whole.append(turn(servers, number))
-                say(f"round {number} of {options.rounds} done")
-        except (KeyboardInterrupt, SystemExit):
-            if len(whole) < 2:
-                raise
-            say("broken off: the whole rounds follow")
-    rates = {one: [found[one] for found in whole[1:]] for one in whole[0]}
+    rates = in_turns(servers, options.rounds)
     level = asked_level() or next(iter(fitting_levels()), None)
     with Report(
         "peers",
         model="SmolLM2-135M",
         threads=options.threads,
-        rounds=len(whole) - 1,
+        rounds=len(next(iter(rates.values()))),
         processor=processor_name(),
         kernels="none" if level is None else level.name,
     ) as report:
         show(report, servers, rates)
 
 
-def show(
-    report: Report, servers: list[Server], rates: Mapping[tuple[str, str], list[float]]
-) -> None:
+def show(report: Report, servers: list[Server], rates: Rates) -> None:
     """Medians and ranges over the rounds, and our ratios."""
     for case in CASES:
         medians = {one.name: statistics.median(rates[case.name, one.name]) for one in servers}
