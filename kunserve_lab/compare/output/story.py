@@ -18,10 +18,10 @@ _BAR_WIDTH = 24
 _COLOURS = ("red", "blue", "green")
 
 
-def sentence(rival: RunResult, ours: RunResult, load_before: float) -> str:
+def sentence(rival: RunResult, ours: RunResult, busy_before: float) -> str:
     """What was just seen, with its cost; or why nothing was.
 
-    ``load_before`` is the load average when the demo began.
+    ``busy_before``: how many cores others used when the demo began.
     """
     waits = [run.percentile_s("ttft", 90.0) for run in (rival, ours)]
     paces_ms = [run.percentile_s("tpot", 50.0) * 1e3 for run in (rival, ours)]
@@ -40,17 +40,17 @@ def sentence(rival: RunResult, ours: RunResult, load_before: float) -> str:
     if gain < HELPS:
         text += "Here that changed little; another --rate may show more. "
     text += f"Tokens came every {paces_ms[1]:.0f} ms instead of {paces_ms[0]:.0f} ms."
-    return f"{text}{_other_work(load_before)}"
+    return f"{text}{_other_work(busy_before)}"
 
 
-def _other_work(load_before: float) -> str:
+def _other_work(busy_before: float) -> str:
     """That the machine was busy, if it was: ratios waver with it."""
     cpus = os.cpu_count() or 1
-    if load_before <= cpus * BUSY:
+    if busy_before <= cpus * BUSY:
         return ""
     return (
-        f" Other work had a load average of {load_before:.1f} on {cpus} cores, and is in "
-        "these waits: only a quiet machine, or --rounds 3, gives a steady ratio."
+        f" Other work used {busy_before:.1f} of {cpus} cores, and is in these waits: "
+        "only a quiet machine, or --rounds 3, gives a steady ratio."
     )
 
 
