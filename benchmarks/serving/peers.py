@@ -16,7 +16,7 @@ import itertools
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -59,6 +59,16 @@ CASES = (
 )
 
 
+WARM_UP_TOKENS = 8
+"""Of each answer in the first round: a slow peer's would take minutes."""
+
+
+def warm_up(case: Case) -> Case:
+    """The same shapes, over soon."""
+    fewer = min(case.output_tokens, WARM_UP_TOKENS)
+    return replace(case, requests=case.streams, output_tokens=fewer)
+
+
 async def one(server: Server, case: Case, seed: int) -> float:
     """Tokens per second of one case: prompt tokens over TTFT, or output tokens over time."""
     model = await find_model([server.url], None, None, READY_S)
@@ -82,9 +92,15 @@ async def one(server: Server, case: Case, seed: int) -> float:
 def in_turns(servers: Sequence[Server], rounds: int) -> Rates:
     """Start all; in every round each case is computed by server after server.
 
-    A run that is broken off gives its whole rounds.
+    A run that is broken off gives its whole rounds; each cell is said when it is known.
     """
     whole: list[dict[tuple[str, str], float]] = []
+
+    def told(case: Case, server: Server, number: int) -> float:
+        found = asyncio.run(one(server, case if number else warm_up(case), number))
+        say(f"round {number} of {rounds}, {case.name}, {server.name}: {found:,.0f} tokens/s")
+        return found
+
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
         say(f"starting {', '.join(s.name for s in servers)} (vLLM takes minutes at first) ...")
         processes = [stack.enter_context(running(server, Path(logs))) for server in servers]
@@ -93,8 +109,7 @@ def in_turns(servers: Sequence[Server], rounds: int) -> Rates:
         try:
             for number in range(rounds + 1):  # the first round warms up
                 turns = itertools.product(CASES, servers)
-                whole.append({(c.name, s.name): asyncio.run(one(s, c, number)) for c, s in turns})
-                say(f"round {number} of {rounds} done")
+                whole.append({(c.name, s.name): told(c, s, number) for c, s in turns})
         except (KeyboardInterrupt, SystemExit):
             if len(whole) < 2:
                 raise

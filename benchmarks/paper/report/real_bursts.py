@@ -35,6 +35,8 @@ WORDS = {
     FIRST: "first burst, capped",
     SECOND: "second burst, capped",
 }
+ELSEWHERE = {"overload-second-burst-avx2": "second burst, capped, AMD Zen 3 (AVX2)"}
+"""On other processors, at loads for those. On no map, because the map has step times of Zen 4."""
 P95 = "P95 TTFT (s)"
 
 
@@ -88,7 +90,8 @@ def median(group: AtLoad, system: str, name: str) -> float:
 def table() -> list[Row]:
     """Both bursts: a row for each load and system, medians and ranges over rounds."""
     rows: list[Row] = []
-    for folder, group in bursts():
+    elsewhere = ((f, groups(f)[at]) for f in ELSEWHERE if kept(f) for at in sorted(groups(f)))
+    for folder, group in (*bursts(), *elsewhere):
         names = picks(group)
         if not rows:
             rows.append(("burst, load", "system", "rounds", *names))
@@ -98,7 +101,7 @@ def table() -> list[Row]:
                 "-" if one is None else spaced(one.shown(form))
                 for one, (_, form) in zip(cells, names.values(), strict=True)
             )
-            where = f"{WORDS[folder]}, {rate(group)}"
+            where = f"{(WORDS | ELSEWHERE)[folder]}, {rate(group)}"
             rows.append((where, f"`{system}`", str(len(runs)), *shown))
     if not kept(SECOND):
         rows.append((f"second burst: not kept; `{SECOND_COMMAND}`", *("-" for _ in rows[0][1:])))
@@ -107,7 +110,7 @@ def table() -> list[Row]:
 
 def folders() -> tuple[str, ...]:
     """Of what the table is made."""
-    return tuple(folder for folder in EXPERIMENTS if kept(folder))
+    return tuple(folder for folder in (*EXPERIMENTS, *ELSEWHERE) if kept(folder))
 
 
 @dataclass(frozen=True, slots=True)
