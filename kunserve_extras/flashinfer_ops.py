@@ -70,7 +70,6 @@ class FlashInferOps:
         self._wrapper: Any = None
         self.rms_norm = rest.rms_norm
         self.gate_mul = rest.gate_mul
-        self.rotate = rest.rotate
         self.place = rest.place
 
     def attend(

@@ -13,7 +13,8 @@ memory is short each token of an answer brings its share of prompts). Priced, a 
 A request's KV is read once however many of its rows a step has (but in `by row`), guesses cost no
 lookup, and step times are known exactly: a bound. `rule` is no bound: its steps take what the
 simulator has chunks take, arithmetic of every row included, and the fitted cost model chooses, by
-the margins of today's policy (`MIN_GAIN`, `MOST_DELAY`).
+the margins of today's policy (`MIN_GAIN`, `MOST_DELAY`). It is kind all the same: neither a
+step's tokens nor `MOST_ROWS` and `LEAST_ROW_SHARE` bound its guesses.
 """
 
 import random

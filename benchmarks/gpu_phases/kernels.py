@@ -113,15 +113,25 @@ def _errors(machine: Machine, spec: ModelSpec, ops: Ops, block_size: int) -> dic
     kv_shape = (num_units, 2, spec.num_kv_heads, block_size, spec.head_dim)
     kv = torch.randn(kv_shape, dtype=torch.float32).to(device, dtype)
     qkv = torch.randn(num, spec.qkv_size // spec.head_dim, spec.head_dim).to(device, dtype)
-    k_end = spec.num_heads + spec.num_kv_heads
-    q, k, v = qkv[:, : spec.num_heads], qkv[:, spec.num_heads : k_end], qkv[:, k_end:]
-    placed = kv.clone()
-    ReferenceOps(spec).place(2, k, v, placed, batch)
-    ops.place(2, k, v, kv, batch)
+    parts = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+    # Halves: larger values would be further apart in bfloat16 than the limit.
+    norms = torch.rand(2, spec.head_dim).to(device, dtype) / 2
+    turns = torch.rand(num, spec.head_dim // 2, device=device) * 6.28
+    angles = torch.stack((turns.cos(), turns.sin()), dim=1)
+    placed, by_torch = kv.clone(), qkv.clone()
+    turned = _exactly_turned(qkv[:, : spec.num_heads], norms[0], angles, spec.rms_eps)
+    heads, expected = qkv.split(parts, dim=1), by_torch.split(parts, dim=1)
+    ReferenceOps(spec).place(2, expected, (norms[0], norms[1]), angles, placed, batch)
+    ops.place(2, heads, (norms[0], norms[1]), angles, kv, batch)
+    q = heads[0]
     out = torch.full((num, spec.q_size), 7.0, dtype=dtype, device=device)
     ops.attend(2, q, kv, batch, out)
-    exact = exact_attention(spec, 2, q, placed, host, block_size)
-    errors = {"place": _largest(kv, placed), "attention": _largest(out, exact)}
+    exact = exact_attention(spec, 2, q, kv, host, block_size)
+    errors = {
+        "place": _largest(kv, placed),
+        "rotation": _largest(q, turned),
+        "attention": _largest(out, exact),
+    }
     # Alone or among others, a sequence's attention has the same bits.
     last = int(host.q_starts[-2])
     single = DeviceBatch.of(_last_alone(host), block_size, device)
@@ -137,14 +147,18 @@ def _errors(machine: Machine, spec: ModelSpec, ops: Ops, block_size: int) -> dic
     errors["norm"] = _largest(normed, wide * scale * weight.double())
     ops.gate_mul(torch.cat((x, x.flip(1)), dim=1), gated)
     errors["activation"] = _largest(gated, torch.nn.functional.silu(wide) * wide.flip(1))
-    angles = torch.rand(num, 2, spec.head_dim // 2, device=device)
-    turned = q.clone()
-    ops.rotate(turned, angles)
-    first, second = q.double().chunk(2, dim=-1)
-    cos, sin = angles.double()[:, None, 0], angles.double()[:, None, 1]
-    exact = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    errors["rotation"] = _largest(turned, exact)
     return errors
+
+
+def _exactly_turned(
+    heads: torch.Tensor, weight: torch.Tensor, angles: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Heads [T, n, head_dim] normalised and turned, in float64."""
+    wide = heads.double()
+    wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight.double()
+    first, second = wide.chunk(2, dim=-1)
+    cos, sin = angles.double()[:, None, 0], angles.double()[:, None, 1]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _last_alone(batch: StepBatch) -> StepBatch:

@@ -28,7 +28,7 @@ from kunserve_extras.torch_body.graphs import (
     Recorder,
     sizes_up_to,
 )
-from kunserve_extras.torch_body.ops.table import DeviceBatch, Ops
+from kunserve_extras.torch_body.ops.table import DeviceBatch, HeadNorms, Heads, Ops
 from kunserve_extras.torch_body.pinned import Sender
 from kunserve_extras.torch_body.whole_steps import WholeSteps
 
@@ -321,12 +321,9 @@ class TorchDecoder:
         normed, qkv, mixed, gate_up, gated = (tensor[: len(hidden)] for tensor in scratch.values())
         ops.rms_norm(hidden, weights.input_norm, spec.rms_eps, normed)
         _linear(normed, weights.qkv, weights.qkv_bias, qkv)
-        q, k, v = self._heads(qkv, weights)
-        turns = angles[spec.rope_of(layer)]
-        ops.rotate(q, turns)
-        ops.rotate(k, turns)
-        ops.place(layer, k, v, self._kv, batch)
-        ops.attend(layer, q, self._kv, batch, mixed)
+        heads, norms = self._heads(qkv, weights)
+        ops.place(layer, heads, norms, angles[spec.rope_of(layer)], self._kv, batch)
+        ops.attend(layer, heads[0], self._kv, batch, mixed)
         self._add(mixed, weights.o, weights.o_bias, weights.attention_out_norm, normed, hidden)
         ops.rms_norm(hidden, weights.post_norm, spec.rms_eps, normed)
         if spec.experts is not None:
@@ -365,25 +362,19 @@ class TorchDecoder:
             self._ops.rms_norm(room, norm, self._spec.rms_eps, room)
         residual.add_(room)
 
-    def _heads(
-        self, qkv: torch.Tensor, weights: LayerWeights
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views [T, heads, head_dim] of q, k and v, normalised where the model does so."""
+    def _heads(self, qkv: torch.Tensor, weights: LayerWeights) -> tuple[Heads, HeadNorms | None]:
+        """Views of queries, keys and values, and by what each head has yet to be normalised."""
         spec = self._spec
-        heads = qkv.view(len(qkv), -1, spec.head_dim)
-        q_end, k_end = spec.num_heads, spec.num_heads + spec.num_kv_heads
-        q, k, v = heads[:, :q_end], heads[:, q_end:k_end], heads[:, k_end:]
-        if weights.q_norm is not None and weights.k_norm is not None:
-            q_rows, k_rows = q, k
-            if spec.has_whole_qk_norm:
-                q_rows, k_rows, _ = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=1)
-            self._norm_heads(q_rows, weights.q_norm)
-            self._norm_heads(k_rows, weights.k_norm)
-        return q, k, v
-
-    def _norm_heads(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        """In place: each head, or all of a token's heads together."""
-        self._ops.rms_norm(rows, weight, self._spec.rms_eps, rows)
+        views = qkv.view(len(qkv), -1, spec.head_dim)
+        q, k, v = views.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if weights.q_norm is None or weights.k_norm is None:
+            return (q, k, v), None
+        if not spec.has_whole_qk_norm:
+            return (q, k, v), (weights.q_norm, weights.k_norm)
+        rows = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=1)
+        for row, weight in zip(rows, (weights.q_norm, weights.k_norm), strict=False):
+            self._ops.rms_norm(row, weight, spec.rms_eps, row)
+        return (q, k, v), None
 
     def _reserve_positions(self, num_positions: int) -> None:
         if num_positions > len(self._angles[0]):

@@ -7,17 +7,19 @@ import torch
 import triton
 
 from kunserve.model.spec import ModelSpec
-from kunserve_extras.torch_body.ops.table import PARTS, DeviceBatch
+from kunserve_extras.torch_body.ops.table import PARTS, DeviceBatch, HeadNorms, Heads
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
 from kunserve_extras.triton_ops.recorder import TorchRecorder
-from kunserve_extras.triton_ops.rows import (
-    gate_mul_kernel,
-    place_kernel,
-    rms_norm_kernel,
-    rotate_kernel,
-)
+from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
 
-__all__ = ["AttentionTiles", "Tile", "TorchRecorder", "TritonOps", "tiles_for"]
+__all__ = [
+    "AttentionTiles",
+    "Tile",
+    "TorchRecorder",
+    "TritonOps",
+    "place_warps",
+    "tiles_for",
+]
 
 _LEAST_ROWS = 16
 """Tensor cores multiply tiles of at least so many rows."""
@@ -61,6 +63,11 @@ def tiles_for(spec: ModelSpec) -> AttentionTiles:
     return AttentionTiles(Tile(max(128, single_rows), 64, 8, 3), Tile(single_rows, 64, 4, 3))
 
 
+def place_warps(group_pad: int, pad: int) -> int:
+    """So that a thread turns 16 bytes of a group's queries in half precision, or more."""
+    return max(1, min(4, group_pad * pad // 256))
+
+
 class TritonOps:
     """Implements ``Ops`` for a model on a CUDA device, or in Triton's interpreter."""
 
@@ -91,32 +98,45 @@ class TritonOps:
             gate_up, out, *strides, WIDTH=width, PIECE=_GATE_PIECE, GELU=self._spec.has_gelu
         )
 
-    def rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
-        """See ``Ops``."""
-        num, num_heads, head_dim = heads.shape
-        half = head_dim // 2
-        pad = triton.next_power_of_2(half)
-        strides = heads.stride(0), heads.stride(1)
-        rotate_kernel[(num, num_heads)](heads, angles, *strides, HALF=half, PAD=pad)
-
     def place(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch
+        self,
+        layer: int,
+        heads: Heads,
+        norms: HeadNorms | None,
+        angles: torch.Tensor,
+        kv: torch.Tensor,
+        batch: DeviceBatch,
     ) -> None:
         """See ``Ops``."""
-        assert k.stride() == v.stride() and k.stride(1) == k.shape[2], (k.stride(), v.stride())
+        q, k, v = heads
         num, kv_heads, head_dim = k.shape
+        strides = q.stride()
+        assert strides == k.stride() == v.stride() and strides[1] == head_dim, strides
+        group_pad = triton.next_power_of_2(self._group)
+        pad = triton.next_power_of_2(head_dim // 2)
+        q_norm, k_norm = norms or (q, k)
         place_kernel[(num, kv_heads)](
+            q,
             k,
             v,
+            q_norm,
+            k_norm,
+            angles,
             kv,
             batch.entries,
             batch.offsets,
-            k.stride(0),
+            strides[0],
             layer + self._spec.num_layers,
+            self._spec.rms_eps,
             KV_HEADS=kv_heads,
+            GROUP=self._group,
+            GROUP_PAD=group_pad,
             BLOCK_SIZE=kv.shape[3],
-            HEAD_DIM=head_dim,
-            PAD=triton.next_power_of_2(head_dim),
+            HALF=head_dim // 2,
+            PAD=pad,
+            NORMS=norms is not None,
+            OFFSET=self._spec.has_offset_norms,
+            num_warps=place_warps(group_pad, pad),
         )
 
     def attend(

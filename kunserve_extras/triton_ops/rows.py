@@ -1,4 +1,4 @@
-"""What is done to each token's row or head alone: norm, rotation, activation, and the cache."""
+"""What is done to each token's row or head alone: norm, activation, rotation into the cache."""
 
 import triton
 import triton.language as tl
@@ -48,36 +48,73 @@ def gate_mul_kernel(
 
 
 @triton.jit
-def rotate_kernel(heads, angles, token_stride, head_stride, HALF: tl.constexpr, PAD: tl.constexpr):
-    """One head of one token turned in place."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, PAD)
-    is_there = columns < HALF
-    at = heads + token * token_stride + tl.program_id(1) * head_stride + columns
-    turn = angles + token * (2 * HALF) + columns
-    cos = tl.load(turn, mask=is_there, other=0.0)
-    sin = tl.load(turn + HALF, mask=is_there, other=0.0)
-    first = tl.load(at, mask=is_there, other=0.0)
-    second = tl.load(at + HALF, mask=is_there, other=0.0)
+def normed(first, second, weight, columns, is_there, eps,
+    HALF: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Heads [n, PAD] as two halves, each normalised over its own values, as ``rms_norm_kernel``."""
     a, b = first.to(tl.float32), second.to(tl.float32)
-    tl.store(at, (a * cos - b * sin).to(first.dtype), mask=is_there)
-    tl.store(at + HALF, (b * cos + a * sin).to(first.dtype), mask=is_there)
+    scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
+    low = tl.load(weight + columns, mask=is_there, other=0.0)[None, :]
+    high = tl.load(weight + HALF + columns, mask=is_there, other=0.0)[None, :]
+    if OFFSET:
+        one = (a * scale * (low.to(tl.float32) + 1.0)).to(first.dtype)
+        other = (b * scale * (high.to(tl.float32) + 1.0)).to(first.dtype)
+    else:
+        one, other = (a * scale).to(first.dtype) * low, (b * scale).to(first.dtype) * high
+    return one, other
+
+
+@triton.jit
+def turned(first, second, cos, sin):
+    """Heads [n, PAD] as two halves, turned by angles [1, PAD] in float32."""
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
 
 
 @triton.jit(do_not_specialize=["first_unit"])
 def place_kernel(
-    k, v, kv, entries, offsets, token_stride, first_unit,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, PAD: tl.constexpr,
+    q, k, v, q_weight, k_weight, angles, kv, entries, offsets, token_stride, first_unit, eps,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr,
+    NORMS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """One head's K and V of one token, into its unit."""
+    """One KV head of one token into its unit, and its queries in place: normalised, then turned.
+
+    Without ``NORMS`` nothing is normalised, and the weights are not read.
+    """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    kv_head = tl.program_id(1)
     columns = tl.arange(0, PAD)
-    is_there = columns < HEAD_DIM
+    is_there = columns < HALF
+    turn = angles + token * (2 * HALF) + columns
+    cos = tl.load(turn, mask=is_there, other=0.0)[None, :]
+    sin = tl.load(turn + HALF, mask=is_there, other=0.0)[None, :]
+
+    rows = tl.arange(0, GROUP_PAD)
+    is_query = (rows < GROUP)[:, None] & is_there[None, :]
+    heads = kv_head * GROUP + rows
+    at = q + token * token_stride + (heads * (2 * HALF))[:, None] + columns[None, :]
+    first = tl.load(at, mask=is_query, other=0.0)
+    second = tl.load(at + HALF, mask=is_query, other=0.0)
+    if NORMS:
+        first, second = normed(first, second, q_weight, columns, is_there, eps, HALF, OFFSET)
+    first, second = turned(first, second, cos, sin)
+    tl.store(at, first, mask=is_query)
+    tl.store(at + HALF, second, mask=is_query)
+
+    # One row, so that it goes the same way as the queries do.
+    is_key = is_there[None, :]
+    head = token * token_stride + kv_head * (2 * HALF) + columns[None, :]
     unit = tl.load(entries + token).to(tl.int64) + first_unit
-    place = (head * BLOCK_SIZE + tl.load(offsets + token)) * HEAD_DIM
-    to = kv + unit * (2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM) + place + columns
-    at = token * token_stride + head * HEAD_DIM + columns
-    tl.store(to, tl.load(k + at, mask=is_there), mask=is_there)
-    values = tl.load(v + at, mask=is_there)
-    tl.store(to + KV_HEADS * BLOCK_SIZE * HEAD_DIM, values, mask=is_there)
+    place = (kv_head * BLOCK_SIZE + tl.load(offsets + token)) * (2 * HALF)
+    to = kv + unit * (4 * KV_HEADS * BLOCK_SIZE * HALF) + place + columns[None, :]
+    first = tl.load(k + head, mask=is_key, other=0.0)
+    second = tl.load(k + head + HALF, mask=is_key, other=0.0)
+    if NORMS:
+        first, second = normed(first, second, k_weight, columns, is_there, eps, HALF, OFFSET)
+    first, second = turned(first, second, cos, sin)
+    tl.store(to, first, mask=is_key)
+    tl.store(to + HALF, second, mask=is_key)
+    to += 2 * KV_HEADS * BLOCK_SIZE * HALF
+    tl.store(to, tl.load(v + head, mask=is_key), mask=is_key)
+    tl.store(to + HALF, tl.load(v + head + HALF, mask=is_key), mask=is_key)

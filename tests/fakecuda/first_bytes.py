@@ -40,5 +40,7 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     for one in arguments:
         if isinstance(one, torch.Tensor):
             yield one
+        elif isinstance(one, tuple):
+            yield from _tensors(one)
         elif isinstance(one, DeviceBatch):
             yield from (one.entries, one.offsets, one.tables, one.q_starts, one.context_lens)

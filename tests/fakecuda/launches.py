@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kunserve_extras.torch_body.ops.reference import ReferenceOps
 from tests.tape import Tape
 
-KERNELS = {"rms_norm": 1, "gate_mul": 1, "rotate": 1, "place": 1, "attend": 3}
+KERNELS = {"rms_norm": 1, "gate_mul": 1, "place": 1, "attend": 3}
 """Of Triton, of which each operation of ``ReferenceOps`` stands for so many in a mixed step."""
 _NOTHING = ("aten.empty", "aten.lift_fresh", "aten.detach", "aten._to_copy")
 """Memory that torch has already, and numbers of the host."""

@@ -6,7 +6,7 @@ import torch.nn.functional as functional
 
 from kunserve.engine.attention import capped
 from kunserve.model.spec import ModelSpec
-from kunserve_extras.torch_body.ops.table import DeviceBatch
+from kunserve_extras.torch_body.ops.table import DeviceBatch, HeadNorms, Heads
 
 
 class ReferenceOps:
@@ -35,16 +35,22 @@ class ReferenceOps:
         opened = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
         torch.mul(opened, up, out=out)
 
-    def rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
-        """See ``Ops``."""
-        first, second = heads.float().chunk(2, dim=-1)
-        cos, sin = angles[:, None, 0], angles[:, None, 1]
-        heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
-
     def place(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch
+        self,
+        layer: int,
+        heads: Heads,
+        norms: HeadNorms | None,
+        angles: torch.Tensor,
+        kv: torch.Tensor,
+        batch: DeviceBatch,
     ) -> None:
         """See ``Ops``."""
+        q, k, v = heads
+        if norms is not None:
+            for rows, weight in zip((q, k), norms, strict=True):
+                self.rms_norm(rows, weight, self._spec.rms_eps, rows)
+        _turn(q, angles)
+        _turn(k, angles)
         units = batch.entries.long() + (layer + self._num_layers)
         offsets = batch.offsets.long()
         kv[:, 0][units, :, offsets] = k
@@ -110,6 +116,13 @@ class ReferenceOps:
         # What was never written may be no number, and 0 times that is none either.
         v = v.masked_fill(hidden[:, None, :, None], 0.0)
         out.copy_(torch.einsum("skgt,sktd->skgd", weights, v).reshape(num, -1))
+
+
+def _turn(heads: torch.Tensor, angles: torch.Tensor) -> None:
+    """``heads`` [T, n, head_dim] in place."""
+    first, second = heads.float().chunk(2, dim=-1)
+    cos, sin = angles[:, None, 0], angles[:, None, 1]
+    heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
 
 def _hidden(num_queries: int, context: int, window: int | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The operations that differ between devices, and a step's batch as they read it."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -83,6 +83,12 @@ def sums_bytes(spec: ModelSpec, num_sequences: int) -> int:
     return num_sequences * spec.num_heads * PARTS * width * 4
 
 
+Heads: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values [T, heads, head_dim] of a step: views of the same rows."""
+HeadNorms: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Weights [head_dim] by which each head of queries, and of keys, is normalised by itself."""
+
+
 class Ops(Protocol):
     """Every operation writes into a tensor that is there already."""
 
@@ -96,16 +102,21 @@ class Ops(Protocol):
         """The model's activation of gate, times up, of rows [gate | up]."""
         ...
 
-    def rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
-        """Turn ``heads`` [T, n, head_dim] in place by ``angles`` [T, 2, head_dim / 2]: cos, sin."""
-        ...
-
     def place(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch
+        self,
+        layer: int,
+        heads: Heads,
+        norms: HeadNorms | None,
+        angles: torch.Tensor,
+        kv: torch.Tensor,
+        batch: DeviceBatch,
     ) -> None:
-        """Write each token's K and V [T, kv_heads, head_dim] into its unit.
+        """Turn a step's heads by ``angles`` [T, 2, head_dim / 2], which are cos and sin: queries in
+        place, and keys into each token's unit, with its values. Normalised first, where ``norms``
+        are given.
 
         ``kv`` [units, 2, kv_heads, block_size, head_dim] begins ``num_layers`` units below unit 0.
+        What becomes of the keys in ``heads`` is not said.
         """
         ...
 

@@ -124,9 +124,9 @@ def test_no_kernel_is_launched_with_a_pointer_to_nothing(
     monkeypatch.setattr(CudaBackend, "open_ops", lambda *_: launched)
     expected = tokens(folder, torch.device("cpu"), is_eager=True)
     assert expected[0] == expected[1] == expected[2] and launched.num_asked > 1000
-    refused = pytest.raises(AssertionError, match="rotate: pointer 0.*cannot be accessed")
+    refused = pytest.raises(AssertionError, match="gate_mul: pointer 0.*cannot be accessed")
     with unmapped() as below, refused:
-        launched.rotate(below, torch.zeros(1, 2, 4))
+        launched.gate_mul(below[0], torch.zeros(1, 4))
     assert fake.left() == {}
 
 
@@ -190,14 +190,14 @@ def launches_of_a_mixed_step(
 def test_a_recorded_mixed_step_is_asked_for_in_a_few_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens are the same. With the 48 layers of 14B it is 11 launches instead of 625."""
+    """The tokens are the same. With the 48 layers of 14B it is 11 launches instead of 529."""
     FakeCuda(FAKE_GRANULARITY_BYTES, 256 * MIB)
     spec = replace(SPEC, num_layers=16)
     folder = write_model(spec, tmp_path / "model")
     eager, before = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=True)
     recorded, after = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=False)
     assert recorded == eager
-    assert before >= 13 * 16 and after <= 7
+    assert 11 * 16 <= before < 12 * 16 and after <= 7
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 KERNELS, MODELS = (f"tests/unit/engine/interpreted_{what}.py" for what in ("kernels", "models"))
 COMPILED = Path(tempfile.gettempdir()) / f"kunserve-triton-{os.getuid()}"
 """Kept for the next run. Triton looks for a kernel there by all that it was made of."""
-ATTENTION, OTHERS = 3, 4
+ATTENTION, OTHERS = 3, 3
 """Kernels of each shape, and those of each type."""
 
 

@@ -20,17 +20,12 @@ from triton.compiler import ASTSource
 
 from kunserve_extras.torch_body.ops.table import PARTS
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
-from kunserve_extras.triton_ops.ops import LEAST_PART_KEYS, Tile, tiles_for
-from kunserve_extras.triton_ops.rows import (
-    gate_mul_kernel,
-    place_kernel,
-    rms_norm_kernel,
-    rotate_kernel,
-)
+from kunserve_extras.triton_ops.ops import LEAST_PART_KEYS, Tile, place_warps, tiles_for
+from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
 from tests.specs import model_spec
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-FLOATS = {"q", "kv", "out", "x", "weight", "gate_up", "heads", "k", "v"}
+FLOATS = {"q", "kv", "out", "x", "weight", "gate_up", "k", "v", "q_weight", "k_weight"}
 FLOAT32S = {"sums", "angles"}
 INTS = {"tables", "q_starts", "context_lens", "entries", "offsets"}
 NO_TILE = Tile(0, 0, 4, 3)
@@ -67,6 +62,25 @@ def compile_kernel(
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
+
+
+def place_variant(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, *, norms_heads: bool, is_gemma: bool
+) -> tuple[dict[str, float], Tile]:
+    """The constants that ``place_kernel`` is given for such a model, and its threads."""
+    group_pad = triton.next_power_of_2(heads // kv_heads)
+    pad = triton.next_power_of_2(head_dim // 2)
+    constants = {
+        "KV_HEADS": kv_heads,
+        "GROUP": heads // kv_heads,
+        "GROUP_PAD": group_pad,
+        "BLOCK_SIZE": block_size,
+        "HALF": head_dim // 2,
+        "PAD": pad,
+        "NORMS": norms_heads,
+        "OFFSET": is_gemma,
+    }
+    return constants, Tile(0, 0, place_warps(group_pad, pad), 3)
 
 
 def resources(built: Any) -> tuple[int, int, int]:
@@ -110,6 +124,4 @@ if __name__ == "__main__":
             say_attention(shape, dtype)
         say(rms_norm_kernel, dtype, {"WIDTH": 5120, "PAD": 8192, "OFFSET": False})
         say(gate_mul_kernel, dtype, {"WIDTH": 13824, "PIECE": 1024, "GELU": False})
-        say(rotate_kernel, dtype, {"HALF": 64, "PAD": 64})
-        place = {"KV_HEADS": 8, "BLOCK_SIZE": 64, "HEAD_DIM": 128, "PAD": 128}
-        say(place_kernel, dtype, place)
+        say(place_kernel, dtype, *place_variant(40, 8, 128, 64, norms_heads=True, is_gemma=False))

@@ -74,28 +74,41 @@ def mixed_batch(block_size: int, num_layers: int) -> StepBatch:
     )
 
 
+@pytest.mark.parametrize("is_gemma", [None, False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "window"), SHAPES)
 def test_attention_and_the_cache(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, window: int | None
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    is_gemma: bool | None,
 ) -> None:
-    spec = spec_of(heads, kv_heads, head_dim, window)
+    """Heads are not normalised, or by weights, or as Gemma's by weights + 1."""
+    spec = replace(spec_of(heads, kv_heads, head_dim, window), has_offset_norms=bool(is_gemma))
     torch.manual_seed(0)
     units = (spec.num_layers + NUM_UNITS * 4, 2, kv_heads, block_size, head_dim)
     batch = DeviceBatch.of(mixed_batch(block_size, spec.num_layers), block_size, CPU)
     num = len(batch.positions)
     qkv = torch.randn(num, heads + 2 * kv_heads, head_dim)
-    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    kv = torch.randn(units)
+    kv, angles = torch.randn(units), torch.rand(num, 2, head_dim // 2)
+    norms = None if is_gemma is None else (torch.rand(head_dim) + 0.5, torch.rand(head_dim))
     results = []
     for ops in (ReferenceOps(spec), TritonOps(spec)):
         mine, out = kv.clone(), torch.full((num, heads * head_dim), 7.0)
         for layer in (1, 2):
-            ops.place(layer, k, v, mine, batch)
+            rows = qkv.clone()
+            q, k, v = rows.split([heads, kv_heads, kv_heads], dim=1)
+            ops.place(layer, (q, k, v), norms, angles, mine, batch)
         ops.attend(2, q, mine, batch, out)
-        results.append((mine, out))
-    (kv_1, out_1), (kv_2, out_2) = results
-    assert torch.equal(kv_1, kv_2) and not torch.equal(kv_1, kv)
-    torch.testing.assert_close(out_2, out_1, rtol=2e-5, atol=2e-5)
+        results.append((mine, q, v, out))
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+    # Nothing else was touched, and values arrive as they were.
+    written = results[1][0] != kv
+    assert torch.equal(written, results[0][0] != kv) and written.any()
+    assert torch.equal(results[1][0][:, 1], results[0][0][:, 1])
+    assert torch.equal(results[1][2], qkv[:, heads + kv_heads :])
 
 
 def batch_of(lengths: list[int], contexts: list[int], block_size: int, layers: int) -> StepBatch:
@@ -174,16 +187,15 @@ def test_rows(width: int, is_gemma: bool) -> None:
     spec = replace(spec_of(4, 2, 32, None), has_gelu=is_gemma, has_offset_norms=is_gemma)
     torch.manual_seed(0)
     x, weight = torch.randn(5, width), torch.rand(width) + 0.5
-    heads, angles = torch.randn(5, 6, 32), torch.rand(5, 2, 16)
+    heads = torch.randn(5, 6, 32)
     results: list[list[torch.Tensor]] = []
     for ops in (ReferenceOps(spec), TritonOps(spec)):
         checked: Ops = ops
         normed, gated = torch.zeros(5, width), torch.zeros(5, width)
-        turned, by_head = heads.clone(), heads.clone()
+        by_head = heads.clone()
         checked.rms_norm(x, weight, 1e-5, normed)
         checked.gate_mul(torch.cat((x, x.flip(1)), dim=1), gated)
-        checked.rotate(turned[:, 1:5], angles)
         checked.rms_norm(by_head[:, :4], weight[:32], 1e-5, by_head[:, :4])
-        results.append([normed, gated, turned, by_head])
+        results.append([normed, gated, by_head])
     for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

@@ -21,14 +21,15 @@ from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.ops.table import PARTS
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
 from kunserve_extras.triton_ops.ops import LEAST_PART_KEYS, Tile, tiles_for
-from kunserve_extras.triton_ops.rows import (
-    gate_mul_kernel,
-    place_kernel,
-    rms_norm_kernel,
-    rotate_kernel,
-)
+from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
 from tests.specs import model_spec
-from tests.unit.engine.compiled_kernels import CUOBJDUMP, NO_TILE, compile_kernel, resources
+from tests.unit.engine.compiled_kernels import (
+    CUOBJDUMP,
+    NO_TILE,
+    compile_kernel,
+    place_variant,
+    resources,
+)
 
 LEAST_WIDTH = 1024
 """Of rows: 128 threads with 16 bytes each."""
@@ -88,13 +89,14 @@ def variants(model: Model, dtype: str) -> Iterator[Variant]:
     own = {"ROWS": tile.rows, "KEYS": tile.keys}
     yield part_kernel, shared | own | parts, tile
     yield join_kernel, head | parts | {"HEADS": model.heads, "KEYS": tile.keys}, NO_TILE
-    for width in (model.hidden, dim) if model.norms_heads else (model.hidden,):
-        pad = 1 << (width - 1).bit_length()
-        yield rms_norm_kernel, {"WIDTH": width, "PAD": pad, "OFFSET": model.is_gemma}, NO_TILE
+    pad = 1 << (model.hidden - 1).bit_length()
+    yield rms_norm_kernel, {"WIDTH": model.hidden, "PAD": pad, "OFFSET": model.is_gemma}, NO_TILE
     gate = {"WIDTH": model.intermediate, "PIECE": 1024, "GELU": model.is_gemma}
     yield gate_mul_kernel, gate, NO_TILE
-    yield rotate_kernel, {"HALF": dim // 2, "PAD": dim // 2}, NO_TILE
-    yield place_kernel, unit | {"HEAD_DIM": dim, "PAD": dim}, NO_TILE
+    constants, tile = place_variant(
+        model.heads, model.kv_heads, dim, 64, norms_heads=model.norms_heads, is_gemma=model.is_gemma
+    )
+    yield place_kernel, constants, tile
 
 
 def disassemble(cubin: bytes) -> str:
