@@ -207,7 +207,10 @@ def prediction() -> list[Row]:
     for line in figures_of("prediction_ratio"):
         settings = line["settings"]
         if settings["times"] == 1.0 and settings["system"] in PREDICTED:
-            row = found.setdefault((settings["of"], settings["system"]), {})
+            burst = str(settings["of"]).partition("-")[0]
+            if settings["step_times"] != "profile":
+                burst += ", with its own steps"
+            row = found.setdefault((burst, settings["system"]), {})
             row.setdefault(settings["ratio"], {})[line["name"]] = line["value"]
     columns = ("TTFT P50", "TTFT P90", "TTFT P99")
     rows: list[Row] = [("burst", "system", *columns)]
@@ -215,7 +218,7 @@ def prediction() -> list[Row]:
         cells = (
             f"{values[name]['real']:.1f}x, {values[name]['simulated']:.1f}x" for name in columns
         )
-        rows.append((burst.partition("-")[0], f"`{system}`", *cells))
+        rows.append((burst, f"`{system}`", *cells))
     return rows
 
 

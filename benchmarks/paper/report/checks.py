@@ -18,7 +18,8 @@ def prediction_errors() -> list[float]:
     found: dict[tuple[str, str], dict[str, float]] = {}
     for line in figures_of("prediction_ratio"):
         settings = line["settings"]
-        if settings["times"] == 1.0 and settings["system"] == "drop":
+        by_profile = settings["times"] == 1.0 and settings["step_times"] == "profile"
+        if by_profile and settings["system"] == "drop":
             found.setdefault((settings["of"], settings["ratio"]), {})[line["name"]] = line["value"]
     return [
         100 * (one["simulated"] / one["real"] - 1)
