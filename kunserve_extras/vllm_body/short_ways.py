@@ -20,9 +20,7 @@ def normed(
     return found if residual is None else (found, total)
 
 
-def gated(
-    operation: Callable[[torch.Tensor, torch.Tensor], None], x: torch.Tensor
-) -> torch.Tensor:
+def gated(operation: Callable[[torch.Tensor, torch.Tensor], None], x: torch.Tensor) -> torch.Tensor:
     """SiLU of the first half of ``x`` [.., 2 n] times the second, by ``operation`` on both."""
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     operation(out, x)
