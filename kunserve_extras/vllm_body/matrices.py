@@ -41,8 +41,9 @@ def put_in_panels(weight: torch.Tensor) -> Product:
 
 
 def _by_panels(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    plain = weight.data  # vLLM's parameters take a detour through Python at every look
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return linear(rows, PanelMatrix(weight), bias).view(*x.shape[:-1], len(weight))
+    return linear(rows, PanelMatrix(plain), bias).view(*x.shape[:-1], len(plain))
 
 
 class HeadProduct:

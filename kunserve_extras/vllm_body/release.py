@@ -17,12 +17,14 @@ from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import utils as gemm_choice
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
@@ -43,6 +45,7 @@ from kunserve_extras.vllm_body.experts import (
     put_experts_in_panels,
 )
 from kunserve_extras.vllm_body.matrices import HeadProduct, is_known, put_in_panels
+from kunserve_extras.vllm_body.short_ways import gated, normed
 from kunserve_extras.vllm_body.step_arrays import StepArrays
 
 _CPU = torch.device("cpu")
@@ -130,6 +133,17 @@ def _choose_experts(layer: nn.Module, method: UnquantizedFusedMoEMethod) -> None
         method.experts_cls = _OurExperts
 
 
+def _take_short_ways(module: nn.Module) -> None:
+    """Fewer operations for the same thing: a compiled model, which ours is not, would fuse them."""
+    for part in module.modules():
+        if type(part) is RMSNorm and part.pass_weight and part.variance_size_override is None:
+            part._forward_method = partial(normed, part.weight, part.variance_epsilon)
+        elif type(part) is SiluAndMul and hasattr(torch.ops._C, "silu_and_mul"):
+            part._forward_method = partial(gated, torch.ops._C.silu_and_mul)
+        elif type(part) is Attention:
+            part.use_direct_call = True
+
+
 def open_model(folder: Path, dtype: str, block_size: int) -> "Model":
     """A model without weights. Raises UnsupportedModel for what vLLM, or this body, cannot open."""
     try:
@@ -149,6 +163,7 @@ def open_model(folder: Path, dtype: str, block_size: int) -> "Model":
             _enter_world(config)
             with set_default_torch_dtype(config.model_config.dtype), _CPU:
                 module = initialize_model(config).eval()
+            _take_short_ways(module)
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
         raise UnsupportedModel(f"vLLM cannot open {folder}: {error}") from error
     return Model(config, module)
