@@ -36,7 +36,7 @@ class Admission:
         """What the first lacks whom the last ``candidates`` turned away for want of memory."""
 
         self._none_at: tuple[int, int] | None = None
-        """The state of queue and memory at which nobody was found last."""
+        """The state of queue and memory at which nobody was found last: no memory or no place."""
 
     @property
     def admits_nobody(self) -> bool:
@@ -60,7 +60,10 @@ class Admission:
         if missing and holders.park_for_head(missing):
             # Those that were found may have counted on the KV of who leaves.
             found = self.candidates(room - num_kept, prompts, first_away)
-        self._none_at = None if found else (self._waiting.version, self._ledger.version)
+        # Who is kept out by prompts that fill the step, or share its beginning, may come next step.
+        is_short = self.missing_blocks or first_away is not None or room <= num_kept
+        at = self._waiting.version, self._ledger.version
+        self._none_at = at if is_short and not found else None
         return found
 
     def candidates(

@@ -113,3 +113,19 @@ def test_nothing_runs_ahead_while_something_waits_to_be_freed(is_left: bool) -> 
     step = begin(agent).step
     assert isinstance(step, StepWork) and step.plan.released == (RequestId("r1"),)
     assert RequestId("r1") not in agent.state.table.rows
+
+
+def test_nothing_runs_ahead_of_who_was_kept_out_by_a_full_step_alone() -> None:
+    """There is memory for it, so the next step takes it in."""
+    agent, body = agent_with(kv_units=80)
+    submit(agent, "long", 32)
+    submit(agent, "late", 4)
+    end(agent, body, begin(agent))
+    work = begin(agent)
+    assert isinstance(work.step, StepWork)
+    assert sum(chunk.num_tokens for chunk in work.step.plan.chunks) == 16, "it is full"
+    assert ahead(agent) is None
+    end(agent, body, work)
+    step = begin(agent).step
+    assert isinstance(step, StepWork)
+    assert RequestId("late") in {chunk.request_id for chunk in step.plan.chunks}
