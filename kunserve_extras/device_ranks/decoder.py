@@ -143,11 +143,8 @@ class DeviceShard(TorchDecoder):
             out[:, first:end] = one[:, : end - first]
         return out
 
-    def _norm_heads(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        """See ``TorchDecoder``. A norm over all heads is one over those of all ranks."""
-        if not self._spec.has_whole_qk_norm:
-            super()._norm_heads(rows, weight)
-            return
+    def _norm_all_heads(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        """See ``TorchDecoder``. All heads are those of all ranks."""
         wide = rows.float()
         # Where ranks share KV heads each head counts as often as any other.
         squares = wide.square().mean(dim=-1, keepdim=True)

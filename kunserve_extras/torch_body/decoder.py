@@ -373,8 +373,12 @@ class TorchDecoder:
             return (q, k, v), (weights.q_norm, weights.k_norm)
         rows = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=1)
         for row, weight in zip(rows, (weights.q_norm, weights.k_norm), strict=False):
-            self._ops.rms_norm(row, weight, spec.rms_eps, row)
+            self._norm_all_heads(row, weight)
         return (q, k, v), None
+
+    def _norm_all_heads(self, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        """In place: all of a token's heads together."""
+        self._ops.rms_norm(rows, weight, self._spec.rms_eps, rows)
 
     def _reserve_positions(self, num_positions: int) -> None:
         if num_positions > len(self._angles[0]):
