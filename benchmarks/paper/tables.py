@@ -208,7 +208,7 @@ def prediction() -> list[Row]:
         settings = line["settings"]
         if settings["times"] == 1.0 and settings["system"] in PREDICTED:
             burst = str(settings["of"]).partition("-")[0]
-            if settings.get("step_times", "profile") != "profile":
+            if settings["step_times"] != "profile":
                 burst += ", with its own steps"
             row = found.setdefault((burst, settings["system"]), {})
             row.setdefault(settings["ratio"], {})[line["name"]] = line["value"]

@@ -133,11 +133,16 @@ def _choose_experts(layer: nn.Module, method: UnquantizedFusedMoEMethod) -> None
         method.experts_cls = _OurExperts
 
 
+def _norm(norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    """By the parameter that is the module's at the time: pieces may put another in its place."""
+    return normed(norm.weight.data, norm.variance_epsilon, x, residual)
+
+
 def _take_short_ways(module: nn.Module) -> None:
     """Fewer operations for the same thing: a compiled model, which ours is not, would fuse them."""
     for part in module.modules():
         if type(part) is RMSNorm and part.pass_weight and part.variance_size_override is None:
-            part._forward_method = partial(normed, part.weight, part.variance_epsilon)
+            part._forward_method = partial(_norm, part)
         elif type(part) is SiluAndMul and hasattr(torch.ops._C, "silu_and_mul"):
             part._forward_method = partial(gated, torch.ops._C.silu_and_mul)
         elif type(part) is Attention:

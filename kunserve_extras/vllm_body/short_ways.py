@@ -16,7 +16,7 @@ def normed(
     """
     total = x if residual is None else x + residual
     rows = total.reshape(-1, total.shape[-1]).contiguous()
-    found = rms_norm(rows, weight.data, eps).view(total.shape)
+    found = rms_norm(rows, weight, eps).view(total.shape)
     return found if residual is None else (found, total)
 
 

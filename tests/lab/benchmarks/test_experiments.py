@@ -88,7 +88,8 @@ def test_a_prediction_is_of_the_profile_as_it_is(monkeypatch: pytest.MonkeyPatch
     ratios = {f"TTFT P{p}": {"real": 2.0, "simulated": 3.0} for p in (50, 90, 99)}
     lines = [
         {"name": name, "value": times * value,
-         "settings": {"of": "first-load0.06", "system": "drop", "ratio": ratio, "times": times}}
+         "settings": {"of": "first-load0.06", "system": "drop", "ratio": ratio, "times": times,
+                      "step_times": "profile"}}
         for times in (1.0, 1.5)
         for ratio, values in ratios.items()
         for name, value in values.items()
