@@ -6,12 +6,14 @@ a row's bits depend on the row alone, on every kind of processor.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from kunserve.engine.cpu.kernels.ops import Finish, linear
 from kunserve.engine.cpu.kernels.panels import PanelMatrix
+from kunserve_extras.vllm_body.short_ways import as_rows
 
 Room = Callable[[int, int], torch.Tensor]
 """Gives float32 [rows, width]."""
@@ -34,16 +36,18 @@ def is_known(weight: torch.Tensor) -> bool:
     return weight.is_contiguous() and weight.shape[1] * weight.element_size() % 16 == 0
 
 
-def put_in_panels(weight: torch.Tensor) -> Product:
+def put_in_panels(weight: torch.Tensor, finish: Finish) -> Product:
     """The matrix's bytes become panels where they lie; by what such a one is multiplied."""
-    PanelMatrix(weight).put_into_panels()
-    return _by_panels
+    PanelMatrix(weight, finish.is_gated).put_into_panels()
+    return partial(_by_panels, finish)
 
 
-def _by_panels(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _by_panels(
+    finish: Finish, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     plain = weight.data  # vLLM's parameters take a detour through Python at every look
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return linear(rows, PanelMatrix(plain), bias).view(*x.shape[:-1], len(plain))
+    found = linear(as_rows(x), PanelMatrix(plain, finish.is_gated), bias, finish=finish)
+    return found if x.ndim == 2 else found.view(*x.shape[:-1], found.shape[1])
 
 
 class HeadProduct:

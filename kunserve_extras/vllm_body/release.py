@@ -15,7 +15,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers import utils as gemm_choice
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
@@ -25,6 +25,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.utils import (
     initialize_model,
@@ -38,6 +39,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from kunserve.core.errors import UnsupportedModel
 from kunserve.core.layout import LayerRange
+from kunserve.engine.cpu.kernels.ops import Finish
 from kunserve_extras.vllm_body.experts import (
     FINISHES,
     add_experts,
@@ -49,6 +51,8 @@ from kunserve_extras.vllm_body.short_ways import gated, normed
 from kunserve_extras.vllm_body.step_arrays import StepArrays
 
 _CPU = torch.device("cpu")
+_FINISH = "kunserve_finish"
+"""Of a module: what its product does with what it finds, where it does anything."""
 Hop = tuple[torch.Tensor, ...]
 """What a stage gives to the next one: [tokens, hidden] each."""
 Run = Callable[[LayerRange, torch.Tensor | None, Hop | None], Hop]
@@ -99,7 +103,9 @@ def _choose_product(module: nn.Module, remove_weight: bool) -> None:
         module.cpu_linear = HeadProduct() if is_known(weight) else nn.functional.linear
     elif weight.ndim == 2:  # experts have their own
         known = remove_weight and is_known(weight)
-        module.cpu_linear = put_in_panels(weight.data) if known else nn.functional.linear
+        finish = getattr(module, _FINISH, Finish.STORE)
+        assert known or finish is Finish.STORE, module
+        module.cpu_linear = put_in_panels(weight.data, finish) if known else nn.functional.linear
 
 
 class _OurExperts(CPUUnquantizedExperts):  # type: ignore[misc]
@@ -138,6 +144,69 @@ def _norm(norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) 
     return normed(norm.weight.data, norm.variance_epsilon, x, residual)
 
 
+def _gate_in_product(part: nn.Module) -> None:
+    """A layer whose gate's rows and others go through SiLU does so as they are multiplied."""
+    product, gate = getattr(part, "gate_up_proj", None), getattr(part, "act_fn", None)
+    is_pair = type(product) is MergedColumnParallelLinear and len(product.output_sizes) == 2
+    weight = getattr(product, "weight", None)  # quantised ones have others
+    if is_pair and type(gate) is SiluAndMul and weight is not None and is_known(weight):
+        setattr(product, _FINISH, Finish.SWIGLU)
+        gate._forward_method = _as_given
+
+
+def _as_given(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _is_plain(attention: Attention) -> bool:
+    """Whether ``_attend`` does all that vLLM's would do."""
+    is_special = attention.query_quant is not None or attention.impl.sinks is not None
+    return not is_special and attention.head_size == attention.head_size_v
+
+
+def _keys_and_values(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, KV heads, block, head_size] each, as its kernels take a unit's bytes."""
+    num, heads, block, width = units.shape
+    keys, values = units.view(num, heads, 2 * block, width // 2).chunk(2, dim=2)
+    return keys, values
+
+
+def _attend(
+    attention: Attention,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Write K and V and attend: its two kernels without its way there."""
+    context, impl = get_forward_context(), attention.impl
+    described = context.attn_metadata[attention.layer_name]
+    query = query.view(-1, attention.num_heads, attention.head_size)
+    new = [one.view(-1, attention.num_kv_heads, attention.head_size) for one in (key, value)]
+    scales = attention._k_scale_float, attention._v_scale_float, impl.kv_cache_dtype
+    slots = context.slot_mapping[attention.layer_name]
+    torch.ops._C.cpu_attn_reshape_and_cache(*new, *cache, slots, attention.isa, *scales)
+    found = torch.empty(query.shape, dtype=query.dtype)
+    torch.ops._C.cpu_attention_with_kv_cache(
+        query,
+        *cache,
+        found,
+        described.query_start_loc,
+        described.seq_lens,
+        impl.scale,
+        described.causal,
+        impl.alibi_slopes,
+        impl.sliding_window,
+        described.block_table,
+        impl.logits_soft_cap,
+        described.scheduler_metadata,
+        None,
+        described.dynamic_causal,
+        *scales,
+    )
+    return found.view(len(found), -1)
+
+
 def _take_short_ways(module: nn.Module) -> None:
     """Fewer operations for the same thing: a compiled model, which ours is not, would fuse them."""
     for part in module.modules():
@@ -147,6 +216,8 @@ def _take_short_ways(module: nn.Module) -> None:
             part._forward_method = partial(gated, torch.ops._C.silu_and_mul)
         elif type(part) is Attention:
             part.use_direct_call = True
+    for part in module.modules():
+        _gate_in_product(part)
 
 
 def open_model(folder: Path, dtype: str, block_size: int) -> "Model":
@@ -239,7 +310,10 @@ class Model:
         """``units`` [n, KV heads, block, 2 * head_size]: entry e of a table, layer l is e + l."""
         reach = len(units) - len(self.layers)
         for layer, attention in enumerate(self._attention):
-            attention.bind_kv_cache(units[layer : reach + layer])
+            own = units[layer : reach + layer]
+            attention.bind_kv_cache(own)
+            if _is_plain(attention):
+                attention.forward = partial(_attend, attention, _keys_and_values(own))
 
     def head_products(self) -> Iterator[HeadProduct]:
         """What logits come from."""

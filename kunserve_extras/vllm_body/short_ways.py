@@ -7,6 +7,11 @@ import torch
 from kunserve.engine.cpu.kernels.ops import rms_norm
 
 
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [.., n] as contiguous [rows, n]; itself where it is that."""
+    return x if x.ndim == 2 and x.is_contiguous() else x.reshape(-1, x.shape[-1]).contiguous()
+
+
 def normed(
     weight: torch.Tensor, eps: float, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -15,8 +20,8 @@ def normed(
     Then also the sum, which is rounded to the model's type before it is normalised.
     """
     total = x if residual is None else x + residual
-    rows = total.reshape(-1, total.shape[-1]).contiguous()
-    found = rms_norm(rows, weight, eps).view(total.shape)
+    found = rms_norm(as_rows(total), weight, eps)
+    found = found if total.ndim == 2 else found.view(total.shape)
     return found if residual is None else (found, total)
 
 

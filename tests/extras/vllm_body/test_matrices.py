@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kunserve.engine.cpu.kernels.ops import Finish
 from kunserve_extras.vllm_body.matrices import HeadProduct, Product, is_known, put_in_panels
 
 SHAPES = [(48, 64), (90, 32), (16, 160)]
@@ -10,10 +11,12 @@ SHAPES = [(48, 64), (90, 32), (16, 160)]
 
 def product_of(kind: str, weight: torch.Tensor) -> tuple[Product, torch.Tensor]:
     kept = weight.clone()
-    return (HeadProduct() if kind == "head" else put_in_panels(kept)), kept
+    if kind == "head":
+        return HeadProduct(), kept
+    return put_in_panels(kept, Finish.SWIGLU if kind == "gated" else Finish.STORE), kept
 
 
-@pytest.mark.parametrize("kind", ["panels", "head"])
+@pytest.mark.parametrize("kind", ["panels", "gated", "head"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_row_are_its_own(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -23,6 +26,9 @@ def test_bits_of_a_row_are_its_own(kind: str, shape: tuple[int, int], dtype: tor
     product, kept = product_of(kind, weight)
     whole = product(rows, kept, None)
     exact = rows.double() @ weight.double().t()
+    if kind == "gated":
+        gate, up = exact.chunk(2, dim=1)
+        exact = torch.nn.functional.silu(gate) * up
     tolerance = 0.05 if whole.dtype == torch.bfloat16 else 2e-4
     assert torch.allclose(whole.double(), exact, atol=tolerance, rtol=tolerance)
     for first, end in [(0, 1), (5, 7), (3, 11), (90, 130), (0, 129)]:

@@ -183,8 +183,14 @@ static void norm_fn(void *arg, int thread) {
   norm_part(job->y, job->x, job->w, job->rows, job->n, job->eps, job->offset, thread);
 }
 
+#define ALONE_ELEMENTS 32768 /* normalised before a worker that sleeps is awake */
+
 void NAME(kun_rms_norm)(const elem *x, const elem *w, elem *y, int64_t rows, int64_t n, float eps,
                         int32_t offset) {
+  if (rows * n <= ALONE_ELEMENTS) {
+    for (int64_t r = 0; r < rows; r++) norm_row(y + r * n, x + r * n, w, n, eps, offset);
+    return;
+  }
   norm_job job = {x, w, y, rows, n, eps, offset};
   pool_run(norm_fn, &job);
 }
