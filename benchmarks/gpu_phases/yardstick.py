@@ -7,12 +7,14 @@ is measured where it is installed.
 
 import importlib
 import importlib.util
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
+from benchmarks.gpu_kit import tile_table
 from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.kernels import operations
 from benchmarks.gpu_phases.machine import GIB, SHAPES, Machine
@@ -21,10 +23,13 @@ from benchmarks.report import Report, Setting
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.ops.table import DeviceBatch, Ops
+from kunserve_extras.triton_ops.tiles import AttentionTiles, row_of, table_rows, tiles_for
 
 _WORKSPACE_BYTES = 256 << 20
 _TILES = ((32, 4, 3), (64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 2))
 """(Keys, warps, stages) beside those that serve."""
+_PARTS = (16, 32)
+"""And parts of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,8 @@ class _Case:
         """One token of each sequence."""
         return single_tokens(spec, self.num, self.context, self.block_size)
 
-    def report(self, report: Report, name: str, work: Callable[[], object], tiles: str) -> None:
-        """Bytes of KV that all layers read, over the time that they take."""
+    def report(self, report: Report, name: str, work: Callable[[], object], tiles: str) -> float:
+        """Bytes of KV that all layers read, over the seconds that they take."""
         seconds, _ = self.machine.seconds(work, 10)
         read = self.num * self.context * self.spec.num_layers * self.spec.unit_bytes(1)
         where: dict[str, Setting] = {
@@ -66,6 +71,7 @@ class _Case:
             "context": self.context,
         }
         report.add("attention reads", read / seconds / 1e9, "GB/s", **where)
+        return seconds
 
 
 def run(machine: Machine, report: Report) -> None:
@@ -74,7 +80,7 @@ def run(machine: Machine, report: Report) -> None:
     over = partial(_over, machine, report)
     machine.do(
         *(Part(f"ours, blocks of {size}", partial(over, _ours, size)) for size in sizes),
-        Part("other tiles", partial(over, _other_tiles, sizes[0])),
+        Part("other tiles", partial(_other_tiles, machine, report, sizes[0])),
         *(
             Part(f"flashinfer, blocks of {size}", partial(over, _flashinfer, size))
             for size in sizes
@@ -89,11 +95,17 @@ def _over(
     if measure is _flashinfer and importlib.util.find_spec("flashinfer") is None:
         report.add("not there", None, "", by="flashinfer", block_size=block_size)
         return
+    for case in _with_memory(machine, block_size):
+        measure(report, case)
+
+
+def _with_memory(machine: Machine, block_size: int) -> Iterator[_Case]:
+    """All cases, over the same memory; it is given back after the last."""
     spec, cases = SHAPES[_shape(machine)], list(_cases(machine))
     most = max(num * (context + block_size) for num, context in cases)
     with kv_cache(machine, spec, most, block_size) as kv:
         for case in cases:
-            measure(report, _Case(machine, spec, kv, block_size, *case))
+            yield _Case(machine, spec, kv, block_size, *case)
 
 
 def _cases(machine: Machine) -> Iterator[tuple[int, int]]:
@@ -141,22 +153,47 @@ def _attending(case: _Case, ops: Ops) -> Callable[[], None]:
     return attend
 
 
-def _other_tiles(report: Report, case: _Case) -> None:
-    """What might serve better here than what serves."""
-    if not case.machine.is_real or importlib.util.find_spec("triton") is None:
+def _other_tiles(machine: Machine, report: Report, block_size: int) -> None:
+    """What might serve better here than what serves; the best becomes a table for this device."""
+    spec = SHAPES[_shape(machine)]
+    name = torch.cuda.get_device_name() if machine.is_real else "fake"
+    if machine.is_real and importlib.util.find_spec("triton") is None:
         return
-    from kunserve_extras.triton_ops.ops import Tile, TritonOps, tiles_for
+    serving = tiles_for(spec, name)
+    served, seconds = _choice(serving), defaultdict[tile_table.Choice, list[float]](list)
+    fewer = [(*served[:3], parts) for parts in _PARTS if parts < served[3]]
+    choices = dict.fromkeys((served, *((*tile, served[3]) for tile in _TILES), *fewer))
+    for case in _with_memory(machine, block_size):
+        for choice in choices:
+            tiles = "{} keys, {} warps, {} stages, {} parts".format(*choice)
+            try:
+                work = _attending(case, _with_tiles(machine, spec, serving, choice))
+                seconds[choice].append(case.report(report, "triton", work, tiles))
+            except Exception as error:
+                # Tiles that do not fit say nothing about the others.
+                report.add("not possible", None, "", tiles=tiles, why=type(error).__name__)
+    chosen = tile_table.best(seconds, served)
+    path = machine.folder / tile_table.TABLE
+    tile_table.write(path, table_rows(), row_of(spec, name), chosen)
+    report.add("tiles chosen", float(chosen != served), "", tiles=str(chosen), served=str(served))
 
-    served = tiles_for(case.spec)
-    for keys, num_warps, num_stages in _TILES:
-        tile = Tile(served.single.rows, keys, num_warps, num_stages)
-        ops = TritonOps(case.spec, replace(served, single=tile))
-        tiles = f"{keys} keys, {num_warps} warps, {num_stages} stages"
-        try:
-            case.report(report, "triton", _attending(case, ops), tiles)
-        except Exception as error:
-            # Tiles that do not fit say nothing about the others.
-            report.add("not possible", None, "", tiles=tiles, why=type(error).__name__)
+
+def _choice(tiles: AttentionTiles) -> tile_table.Choice:
+    one = tiles.single
+    return one.keys, one.num_warps, one.num_stages, tiles.parts
+
+
+def _with_tiles(
+    machine: Machine, spec: ModelSpec, serving: AttentionTiles, choice: tile_table.Choice
+) -> Ops:
+    """Triton's kernels with such tiles; a rehearsal has plain torch, whatever the tiles."""
+    if not machine.is_real:
+        return operations(spec)["torch"]
+    from kunserve_extras.triton_ops.ops import TritonOps
+
+    keys, num_warps, num_stages, parts = choice
+    single = replace(serving.single, keys=keys, num_warps=num_warps, num_stages=num_stages)
+    return TritonOps(spec, replace(serving, single=single, parts=parts))
 
 
 def _flashinfer(report: Report, case: _Case) -> None:

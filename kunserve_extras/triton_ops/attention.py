@@ -49,6 +49,17 @@ def see(queries, k, v, is_seen, scale, largest, total, mixed, CAP: tl.constexpr)
 
 
 @triton.jit
+def tile_entries(table, key, is_there, stop, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Block table entries of the tile of keys from ``key`` on: of each, or one of one block."""
+    if BLOCK_SIZE % KEYS == 0:
+        entries = tl.load(table + key // BLOCK_SIZE, mask=is_there, other=0)
+    else:
+        at = key + tl.arange(0, KEYS)
+        entries = tl.load(table + at // BLOCK_SIZE, mask=at < stop, other=0)
+    return entries
+
+
+@triton.jit
 def look_back(
     queries, positions, kv, table, kv_head, first_unit, start, stop, scale, window,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
@@ -60,17 +71,19 @@ def look_back(
     largest = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     mixed = tl.zeros((ROWS, HEAD_PAD), dtype=tl.float32)
+    # Where a tile's keys lie is loaded one tile ahead: no load of keys then waits for another one,
+    # and all stages hold keys.
+    ahead = tile_entries(table, start, start < stop, stop, BLOCK_SIZE, KEYS)
     for key in range(start, stop, KEYS):
+        entries = ahead
+        ahead = tile_entries(table, key + KEYS, key + KEYS < stop, stop, BLOCK_SIZE, KEYS)
         at = key + tl.arange(0, KEYS)
         is_key = at < stop
-        if BLOCK_SIZE % KEYS == 0:  # one block, so one entry and one run of memory
-            entry = tl.load(table + key // BLOCK_SIZE)
-            unit = (entry.to(tl.int64) + first_unit) * (2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM)
+        units = (entries.to(tl.int64) + first_unit) * (2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM)
+        if BLOCK_SIZE % KEYS == 0:  # one run of memory
             inside = (kv_head * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
-            keys = unit + inside + tl.arange(0, KEYS) * HEAD_DIM
+            keys = units + inside + tl.arange(0, KEYS) * HEAD_DIM
         else:
-            entries = tl.load(table + at // BLOCK_SIZE, mask=is_key, other=0)
-            units = (entries.to(tl.int64) + first_unit) * (2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM)
             keys = units + (kv_head * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD_DIM
         k_at = kv + keys[None, :] + dims[:, None]
         k = tl.load(k_at, mask=is_dim[:, None] & is_key[None, :], other=0.0)
@@ -137,15 +150,17 @@ def parts_of(context, window, PARTS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl
 
 @triton.jit(do_not_specialize=["max_blocks", "first_unit", "window"])
 def part_kernel(
-    q, kv, sums, tables, q_starts, context_lens, max_blocks, q_stride, first_unit, scale, window,
+    q, kv, sums, out, tables, q_starts, context_lens, max_blocks, q_stride, out_stride,
+    first_unit, scale, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
     LEAST: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Parts of the keys of one sequence of one token, for the heads of one KV head.
 
-    A program takes every n-th part, where n programs share the sequence. ``sums`` [sequences,
-    heads, PARTS, HEAD_PAD + 2] are float32: weighted values, largest score and total weight.
+    A program takes every n-th part, where n programs share the sequence. The only part of a
+    sequence goes to ``out``, others to ``sums``. These are float32, for each head of a sequence
+    weighted values [PARTS, HEAD_PAD], then largest scores [PARTS] and total weights [PARTS].
     Neighbours in the grid are KV heads of one sequence, because these lie side by side in a unit:
     programs that run at the same time then touch few pages of memory.
     """
@@ -170,11 +185,17 @@ def part_kernel(
                 first_unit, begin, tl.minimum(begin + each, context), scale, window,
                 KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_SIZE, ROWS, KEYS, CAP,
             )  # fmt: skip
-            to = (seq.to(tl.int64) * (KV_HEADS * GROUP) + heads) * PARTS + part
-            to = sums + to * (HEAD_PAD + 2)
-            tl.store(to[:, None] + dims[None, :], mixed, mask=is_row[:, None])
-            tl.store(to + HEAD_PAD, largest, mask=is_row)
-            tl.store(to + HEAD_PAD + 1, total, mask=is_row)
+            if num_parts == 1:  # as a join of one would have it
+                columns = (heads * HEAD_DIM)[:, None] + dims[None, :]
+                whole = (mixed / total[:, None]).to(out.dtype.element_ty)
+                tl.store(out + first.to(tl.int64) * out_stride + columns, whole, mask=is_there)
+            else:
+                of_head = seq.to(tl.int64) * (KV_HEADS * GROUP) + heads
+                to = sums + of_head * (PARTS * (HEAD_PAD + 2))
+                values = to[:, None] + part * HEAD_PAD + dims[None, :]
+                tl.store(values, mixed, mask=is_row[:, None])
+                tl.store(to + PARTS * HEAD_PAD + part, largest, mask=is_row)
+                tl.store(to + PARTS * (HEAD_PAD + 1) + part, total, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -183,20 +204,21 @@ def join_kernel(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, KEYS: tl.constexpr,
     PARTS: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence of one token, from its parts, in their order."""
+    """One head of one sequence of one token and several parts, from these, in their order."""
     seq = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(q_starts + seq)
-    if tl.load(q_starts + seq + 1) - first == 1:
-        context = tl.load(context_lens + seq)
-        _, _, num_parts = parts_of(context, window, PARTS, LEAST, KEYS)
+    context = tl.load(context_lens + seq)
+    _, _, num_parts = parts_of(context, window, PARTS, LEAST, KEYS)
+    if (tl.load(q_starts + seq + 1) - first == 1) & (num_parts > 1):
         parts = tl.arange(0, PARTS)
         dims = tl.arange(0, HEAD_PAD)
         is_part = parts < num_parts
-        at = sums + ((seq.to(tl.int64) * HEADS + head) * PARTS + parts) * (HEAD_PAD + 2)
-        largest = tl.load(at + HEAD_PAD, mask=is_part, other=float("-inf"))
-        total = tl.load(at + HEAD_PAD + 1, mask=is_part, other=0.0)
-        mixed = tl.load(at[:, None] + dims[None, :], mask=is_part[:, None], other=0.0)
+        at = sums + (seq.to(tl.int64) * HEADS + head) * (PARTS * (HEAD_PAD + 2))
+        values = at + parts[:, None] * HEAD_PAD + dims[None, :]
+        mixed = tl.load(values, mask=is_part[:, None], other=0.0)
+        largest = tl.load(at + PARTS * HEAD_PAD + parts, mask=is_part, other=float("-inf"))
+        total = tl.load(at + PARTS * (HEAD_PAD + 1) + parts, mask=is_part, other=0.0)
         shrink = tl.exp2((largest - tl.max(largest, axis=0)) * _LOG2_E)
         whole = tl.sum(mixed * shrink[:, None], axis=0) / tl.sum(total * shrink, axis=0)
         to = out + first.to(tl.int64) * out_stride + head * HEAD_DIM + dims

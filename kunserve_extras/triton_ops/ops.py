@@ -1,66 +1,27 @@
 """The operations by our own Triton kernels."""
 
-from dataclasses import dataclass
+import logging
 
 import numpy as np
 import torch
 import triton
 
 from kunserve.model.spec import ModelSpec
-from kunserve_extras.torch_body.ops.table import PARTS, DeviceBatch, HeadNorms, Heads
+from kunserve_extras.torch_body.ops.table import DeviceBatch, HeadNorms, Heads
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
 from kunserve_extras.triton_ops.recorder import TorchRecorder
 from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
+from kunserve_extras.triton_ops.tiles import LEAST_PART_KEYS, AttentionTiles, tiles_for
 
-__all__ = [
-    "AttentionTiles",
-    "Tile",
-    "TorchRecorder",
-    "TritonOps",
-    "place_warps",
-    "tiles_for",
-]
+__all__ = ["TorchRecorder", "TritonOps", "place_warps"]
 
-_LEAST_ROWS = 16
-"""Tensor cores multiply tiles of at least so many rows."""
+logger = logging.getLogger(__name__)
+
+_LEAST_PAD = 16
+"""Tensor cores multiply tiles of at least so many columns."""
 _GATE_PIECE = 1024
-LEAST_PART_KEYS = 256
-"""Shorter parts would write more sums than they save time. A multiple of all ``keys``."""
 _PROGRAMS = 264
 """As many keep a large device busy (two on each processor of an H200). Bits do not depend on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How much one program of attention holds at a time, and with how many threads."""
-
-    rows: int
-    """Queries times heads of a group."""
-    keys: int
-    num_warps: int
-    num_stages: int
-    """Tiles of keys on their way at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionTiles:
-    """For sequences of several tokens, and for those of one."""
-
-    several: Tile
-    single: Tile
-
-
-def tiles_for(spec: ModelSpec) -> AttentionTiles:
-    """What fits registers and shared memory of compute capability 9.0 without spilling.
-
-    Products in float32 use no tensor cores but registers, so its tiles are small.
-    """
-    single_rows = max(_LEAST_ROWS, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
-    if spec.dtype == "float32":
-        return AttentionTiles(Tile(max(32, single_rows), 16, 4, 2), Tile(single_rows, 32, 4, 2))
-    if spec.head_dim > 128:
-        return AttentionTiles(Tile(max(64, single_rows), 32, 4, 2), Tile(single_rows, 32, 8, 3))
-    return AttentionTiles(Tile(max(128, single_rows), 64, 8, 3), Tile(single_rows, 64, 4, 3))
 
 
 def place_warps(group_pad: int, pad: int) -> int:
@@ -74,8 +35,11 @@ class TritonOps:
     def __init__(self, spec: ModelSpec, tiles: AttentionTiles | None = None) -> None:
         self._spec = spec
         self._group = spec.num_heads // spec.num_kv_heads
-        self._head_pad = max(_LEAST_ROWS, triton.next_power_of_2(spec.head_dim))
-        self._tiles = tiles or tiles_for(spec)
+        self._head_pad = max(_LEAST_PAD, triton.next_power_of_2(spec.head_dim))
+        device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        self._tiles = tiles or tiles_for(spec, device_name)
+        self._has_joined = False
+        logger.info("attention on %s by %s", device_name or "no device", self._tiles)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
@@ -194,19 +158,22 @@ class TritonOps:
         """Sequences of one token; leaves the others alone."""
         spec, tile = self._spec, self._tiles.single
         num_seqs, max_blocks = batch.tables.shape
-        shape = (num_seqs, spec.num_heads, PARTS, self._head_pad + 2)
+        parts = self._tiles.parts
+        shape = (num_seqs, spec.num_heads, parts * (self._head_pad + 2))
         sums = torch.empty(shape, dtype=torch.float32, device=q.device)
         window = spec.window_of(layer) or 0
-        programs = min(PARTS, max(1, _PROGRAMS // (num_seqs * spec.num_kv_heads)))
+        programs = min(parts, max(1, _PROGRAMS // (num_seqs * spec.num_kv_heads)))
         part_kernel[(spec.num_kv_heads, num_seqs, programs)](
             q,
             kv,
             sums,
+            out,
             batch.tables,
             batch.q_starts,
             batch.context_lens,
             max_blocks,
             q.stride(0),
+            out.stride(0),
             layer + spec.num_layers,
             spec.head_dim**-0.5,
             window,
@@ -217,12 +184,14 @@ class TritonOps:
             BLOCK_SIZE=kv.shape[3],
             ROWS=tile.rows,
             KEYS=tile.keys,
-            PARTS=PARTS,
+            PARTS=parts,
             LEAST=LEAST_PART_KEYS,
             CAP=spec.score_cap or 0.0,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
+        if not self._joins(batch, kv.shape[3]):
+            return
         join_kernel[(num_seqs, spec.num_heads)](
             sums,
             out,
@@ -234,7 +203,18 @@ class TritonOps:
             HEAD_DIM=spec.head_dim,
             HEAD_PAD=self._head_pad,
             KEYS=tile.keys,
-            PARTS=PARTS,
+            PARTS=parts,
             LEAST=LEAST_PART_KEYS,
             num_warps=4,
         )
+
+    def _joins(self, batch: DeviceBatch, block_size: int) -> bool:
+        """Whether a sequence may have several parts: by its length, or in a recorded step by how
+        long the tables let it be. The first call joins in any case, so that all is compiled.
+        """
+        if not self._has_joined:
+            self._has_joined = True
+            return True
+        if batch.host is None:
+            return int(batch.tables.shape[1]) * block_size > LEAST_PART_KEYS
+        return int(batch.host.context_lens.max()) > LEAST_PART_KEYS

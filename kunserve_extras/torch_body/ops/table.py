@@ -9,8 +9,9 @@ import torch
 from kunserve.engine.attention import StepBatch
 from kunserve.model.spec import ModelSpec
 
-PARTS = 16
-"""Of the keys of a sequence of one token, at most; each has sums of its own."""
+_LEAST_PARTS, _MOST_PARTS = 16, 64
+_PROGRAMS = 256
+"""So many parts, over all KV heads, keep a large device busy with one long sequence."""
 _ALIGNMENT_ELEMENTS = 16
 """Parts of a batch begin at multiples of this, because Triton compiles a kernel anew for each
 combination of aligned and other addresses."""
@@ -77,10 +78,19 @@ class DeviceBatch:
         return cls(host=batch, **parts)
 
 
+def most_parts(spec: ModelSpec) -> int:
+    """Of the keys of a sequence of one token, a power of two; each part has sums of its own.
+
+    By the model alone: how a sequence is parted, and so its bits, must not follow from the batch.
+    """
+    wanted = max(_LEAST_PARTS, min(_MOST_PARTS, _PROGRAMS // spec.num_kv_heads))
+    return 1 << wanted.bit_length() - 1
+
+
 def sums_bytes(spec: ModelSpec, num_sequences: int) -> int:
     """What attention of so many sequences of one token takes beside its output."""
     width = (1 << (spec.head_dim - 1).bit_length()) + 2
-    return num_sequences * spec.num_heads * PARTS * width * 4
+    return num_sequences * spec.num_heads * most_parts(spec) * width * 4
 
 
 Heads: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

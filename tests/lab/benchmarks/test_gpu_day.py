@@ -11,10 +11,12 @@ import pytest
 from benchmarks import gpu_day
 from benchmarks.gpu_day import Day
 from benchmarks.gpu_kit import parts
+from benchmarks.gpu_kit.tile_table import TABLE
 from benchmarks.gpu_phases import probe
 from benchmarks.gpu_phases.costs import PROFILE
-from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES
+from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES, SHAPES
 from kunserve.model.profile import read_profile
+from kunserve_extras.triton_ops.tiles import table_rows, tiles_for
 from tests.fakecuda.library import FakeCuda
 
 QUICK = ("S", "P0", "P1", "P2", "P4", "P5", "P5b", "P8")
@@ -42,7 +44,10 @@ def test_phases_without_a_server(
     assert {"set access, all in one call", "map a second time", "commit a drop"} <= set(found)
     assert {"export a granule", "import and map a granule"} <= set(found)
     assert {"attention", "prompt speed", "step reads"} <= set(found)
-    assert "attention reads" in found
+    assert {"attention reads", "tiles chosen"} <= set(found)
+    table = json.loads((tmp_path / TABLE).read_text())
+    assert table[0]["device"] == "fake" and table[1:] == table_rows()
+    assert tiles_for(SHAPES["tiny"], "fake", table).parts == table[0]["parts"]
     assert found["recorded again"] == 0 < found["graphs launched"]
     assert {"a token", "held-out error", "predicted / measured"} <= set(found)
     assert len(read_profile(tmp_path / PROFILE).samples) == found["batches"]

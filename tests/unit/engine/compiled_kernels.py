@@ -18,10 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kunserve_extras.torch_body.ops.table import PARTS
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
-from kunserve_extras.triton_ops.ops import LEAST_PART_KEYS, Tile, place_warps, tiles_for
+from kunserve_extras.triton_ops.ops import place_warps
 from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
+from kunserve_extras.triton_ops.tiles import LEAST_PART_KEYS, Tile, tiles_for
 from tests.specs import model_spec
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -107,7 +107,7 @@ def say_attention(shape: tuple[int, int, int, int], dtype: str) -> None:
     tiles, group = tiles_for(spec), heads // kv_heads
     head = {"HEAD_DIM": head_dim, "HEAD_PAD": head_dim}
     shared = head | {"KV_HEADS": kv_heads, "GROUP": group, "BLOCK_SIZE": block_size, "CAP": 0.0}
-    parts = {"PARTS": PARTS, "LEAST": LEAST_PART_KEYS}
+    parts = {"PARTS": tiles.parts, "LEAST": LEAST_PART_KEYS}
     tile = tiles.several
     own = {"ROWS": tile.rows, "KEYS": tile.keys, "QUERIES": tile.rows // group}
     say(attention_kernel, dtype, shared | own, tile)

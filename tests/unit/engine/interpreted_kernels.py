@@ -18,6 +18,7 @@ from kunserve_extras.torch_body.ops.reference import ReferenceOps
 from kunserve_extras.torch_body.ops.table import DeviceBatch, Ops
 from kunserve_extras.triton_ops import ops as triton_ops
 from kunserve_extras.triton_ops.ops import TritonOps
+from kunserve_extras.triton_ops.tiles import tiles_for
 from tests.specs import model_spec
 
 _patch = interpreter._patch_lang_tensor
@@ -145,10 +146,10 @@ def test_parts_of_the_keys_give_what_float64_gives(
 ) -> None:
     """And the same bits in any company, and whatever number of programs shares a sequence."""
     heads, kv_heads, head_dim, block_size, window = shape
-    monkeypatch.setattr(triton_ops, "PARTS", 4)
     monkeypatch.setattr(triton_ops, "LEAST_PART_KEYS", 64)
     name = "float32" if dtype is torch.float32 else "bfloat16"
     spec = replace(spec_of(heads, kv_heads, head_dim, window), dtype=name)
+    tiles = replace(tiles_for(spec), parts=4)
     lengths, contexts = [1, 30, 1, 1, 1, 1], [1, 90, 64, 65, 330, 129]
     host = batch_of(lengths, contexts, block_size, spec.num_layers)
     num_units = int(host.tables.max()) + 2 * spec.num_layers + 1
@@ -159,7 +160,7 @@ def test_parts_of_the_keys_give_what_float64_gives(
     for num_programs in (1, 264):
         monkeypatch.setattr(triton_ops, "_PROGRAMS", num_programs)
         out = torch.full((len(q), heads * head_dim), 7.0, dtype=dtype)
-        TritonOps(spec).attend(1, q, kv, DeviceBatch.of(host, block_size, CPU), out)
+        TritonOps(spec, tiles).attend(1, q, kv, DeviceBatch.of(host, block_size, CPU), out)
         found.append(out)
     assert torch.equal(*found)
     exact = exact_attention(spec, 1, q, kv, host, block_size)
@@ -177,8 +178,40 @@ def test_parts_of_the_keys_give_what_float64_gives(
         )
         alone = torch.zeros(1, heads * head_dim, dtype=dtype)
         batch = DeviceBatch.of(lonely, block_size, CPU)
-        TritonOps(spec).attend(1, q[first : first + 1], kv, batch, alone)
+        TritonOps(spec, tiles).attend(1, q[first : first + 1], kv, batch, alone)
         assert torch.equal(alone[0], found[0][first])
+
+
+def attended(ops: TritonOps, spec: ModelSpec, context: int, block_size: int) -> torch.Tensor:
+    """A single token over keys that do not depend on how they are cut into blocks."""
+    host = batch_of([1], [context], block_size, spec.num_layers)
+    torch.manual_seed(0)
+    q, rows = torch.randn(1, spec.num_heads, spec.head_dim), torch.randn(2, 2, 640, spec.head_dim)
+    num_units = int(host.tables.max()) + 2 * spec.num_layers + 1
+    kv = torch.zeros(num_units, 2, spec.num_kv_heads, block_size, spec.head_dim)
+    for number, entry in enumerate(host.tables[0].tolist()):
+        first = number * block_size
+        kv[entry + spec.num_layers] = rows[:, :, first : first + block_size]
+    out = torch.full((1, spec.num_heads * spec.head_dim), 7.0)
+    ops.attend(0, q, kv, DeviceBatch.of(host, block_size, CPU), out)
+    return out
+
+
+def test_bits_do_not_depend_on_blocks_and_one_part_needs_no_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Entries of one block, and of each key, are both loaded a tile ahead."""
+    spec = spec_of(4, 2, 32, None)
+    ops = TritonOps(spec)
+    long = [attended(ops, spec, 600, block_size) for block_size in (64, 16)]
+    assert torch.equal(*long)
+    monkeypatch.setattr(triton_ops, "join_kernel", None)  # what is launched now fails
+    short = [attended(ops, spec, 256, block_size) for block_size in (64, 16)]
+    assert torch.equal(*short) and not (short[0] == 7.0).any()
+    with pytest.raises(TypeError):
+        attended(ops, spec, 257, 64)
+    with pytest.raises(TypeError):  # the first time it is compiled, needed or not
+        attended(TritonOps(spec), spec, 1, 64)
 
 
 @pytest.mark.parametrize("width", [64, 96, 576])

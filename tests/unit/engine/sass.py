@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kunserve.model.spec import ModelSpec
-from kunserve_extras.torch_body.ops.table import PARTS
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
-from kunserve_extras.triton_ops.ops import LEAST_PART_KEYS, Tile, tiles_for
 from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
+from kunserve_extras.triton_ops.tiles import LEAST_PART_KEYS, Tile, tiles_for
 from tests.specs import model_spec
 from tests.unit.engine.compiled_kernels import (
     CUOBJDUMP,
@@ -81,7 +80,7 @@ def variants(model: Model, dtype: str) -> Iterator[Variant]:
     head = {"HEAD_DIM": dim, "HEAD_PAD": dim}
     unit = {"KV_HEADS": model.kv_heads, "BLOCK_SIZE": 64}
     shared = head | unit | {"GROUP": group, "CAP": model.cap}
-    parts = {"PARTS": PARTS, "LEAST": LEAST_PART_KEYS}
+    parts = {"PARTS": tiles.parts, "LEAST": LEAST_PART_KEYS}
     tile = tiles.several
     own = {"ROWS": tile.rows, "KEYS": tile.keys, "QUERIES": tile.rows // group}
     yield attention_kernel, shared | own, tile
