@@ -1,6 +1,7 @@
 """The script for a day on a GPU, rehearsed on the stand-in for its driver."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.gpu_phases import probe
 from benchmarks.gpu_phases.costs import PROFILE
 from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES
 from kunserve.model.profile import read_profile
+from kunserve_lab.bench.with_parent import with_parent
 from tests.fakecuda.library import FakeCuda
 
 QUICK = ("S", "P0", "P1", "P2", "P4", "P5", "P5b", "P8")
@@ -77,7 +79,8 @@ def test_two_processes_under_load(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_phases(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_day", "--device", "fake", "--out", tmp_path]
+    command = [sys.executable, "-m", "benchmarks.gpu_day", "--device", "fake"]
+    command = with_parent([*command, "--out", str(tmp_path)], signal.SIGTERM)
     subprocess.run(command, cwd=gpu_day.ROOT, check=True)
     for name in gpu_day.PHASES:
         assert json.loads((tmp_path / f"{name}.json").read_text())["outcome"] == gpu_day.DONE
