@@ -35,6 +35,7 @@ from kunserve.engine.cpu.split_head import (
     join_logits,
     part_of,
 )
+from kunserve.engine.host_kv import ask_copies
 from kunserve.engine.memory.account import account_of
 from kunserve.engine.memory.free_memory import beside_bytes
 from kunserve.engine.memory.memory import Memory
@@ -50,7 +51,6 @@ from kunserve.model.sharding import spread_over_ranks
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.model.spec import ModelSpec
 from kunserve.model.vocabulary import tokenizer_json
-from kunserve.transport.bulk.host_store import HostStore
 from kunserve.transport.bulk.movable_memory import WriteGate
 
 
@@ -72,7 +72,7 @@ class EngineBody:
     ``source`` saves looking the model up again where the caller has done so. ``scheduler`` bounds
     the steps, whose memory is then reserved at once; without it buffers grow with the steps.
     ``backend`` says where memory lies and what computes. With a ``ring`` layers with a window keep
-    no more than that of their KV.
+    no more than that of their KV. At most ``host_bytes`` of KV are ever in host memory, if known.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class EngineBody:
         scheduler: SchedulerConfig | None = None,
         backend: Backend | None = None,
         ring: KvRing | None = None,
+        host_bytes: int | None = None,
     ) -> None:
         started = time.perf_counter()
         # The kernels have threads of their own. torch's would meet at a barrier after each of the
@@ -128,7 +129,7 @@ class EngineBody:
         self._blocks = self._spec.blocks
         self._ring_tables = None if ring is None else RingTables(self._blocks)
         self._prompt_tokens: dict[RequestId, int] = {}
-        self._host = HostStore(self.memory)
+        self._host = backend.host_kv(self.memory, host_bytes)
         load_s = time.perf_counter() - started
         beside = beside_bytes(self.other_pids)
         buffer_bytes = self._decoder.buffer_bytes
@@ -183,7 +184,8 @@ class EngineBody:
 
     def feeds_back(self, sampling: SamplingParams) -> bool:
         """Whether steps may run ahead of such a request's tokens."""
-        if not self._backend.runs_ahead or self.memory.shards[0].arena.num_aliases:
+        aliases = self.memory.shards[0].arena.num_aliases
+        if not self._backend.runs_ahead or aliases or self._host.is_copying:
             return False
         return self._sampler.chooses_alone(sampling)
 
@@ -192,6 +194,7 @@ class EngineBody:
         if work.feeds is None:  # else the step before may still read
             for shard in self.memory.shards:
                 shard.tidy()
+            self._host.begin()
         batch = build_batch(work, rows_are_alike=self._backend.rows_are_alike)
         bounds = entry_bounds(batch, self._blocks)
         own = self.memory.shards[0]  # the others are alike
@@ -248,6 +251,7 @@ class EngineBody:
         """What a step gave that was launched, once it is computed. In the order of launches."""
         work, batch, states = asked.work, asked.batch, asked.states
         asked.wait(look_up)
+        self._host.wait(look_up)
         if not work.is_last:
             return StepOutcome(states, ())
         scores = self._scorer.score(work.plan, batch, states) if work.plan.scored else ()
@@ -370,13 +374,8 @@ class EngineBody:
     def swap_units(
         self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
     ) -> None:
-        """Copy at once. On a CPU its cores would do both anyway; a device waits for the copies."""
-        for request_id, first_block, starts, num_units, _ in out:
-            for block, unit in enumerate(starts.tolist(), first_block):
-                self._host.put(request_id, block, unit, num_units)
-        for request_id, first_block, starts, num_units, _ in back:
-            for block, unit in enumerate(starts.tolist(), first_block):
-                self._host.take(request_id, block, unit, num_units)
+        """See ``Body``. What is copied beside a step is waited for behind it."""
+        ask_copies(self._host, out, back, is_beside=beside_step)
 
     def load_layers(self, layers: LayerRange, gate: WriteGate | None = None) -> None:
         """Fill mapped layers from disk; what is written passes the ``gate``, if there is one."""
@@ -403,6 +402,7 @@ class EngineBody:
     def close(self) -> None:
         """Release the memory. The body must not be used any more."""
         self._forms.close()
+        self._host.close()
         self.memory.close()
 
 
