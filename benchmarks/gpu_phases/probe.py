@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_kit.parts import Part
+from benchmarks.gpu_phases import host_copies
 from benchmarks.gpu_phases.machine import GIB, MIB, Machine
 from benchmarks.report import Report
 
@@ -47,6 +48,7 @@ def run(machine: Machine, report: Report) -> None:
     """The ceilings first; ``doctor``, which compiles kernels for the host, last."""
     machine.do(
         Part("ceilings", partial(_ceilings, machine, report)),
+        Part("host memory", partial(host_copies.run, machine, report)),
         Part("facts", partial(_facts, machine, report)),
         Part("doctor", partial(_doctor, machine, report)),
     )
