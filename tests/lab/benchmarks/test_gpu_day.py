@@ -95,12 +95,14 @@ def test_a_phase_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
+    limits: dict[str, float] = {}
     outcomes = {"P0": "failed with exit code 1", "P1": gpu_day.DONE, "P2": gpu_day.DONE}
 
     def run_apart(
         name: str, day: Day, limit_s: float, only: tuple[str, ...], anew: bool
     ) -> dict[str, Any]:
         ran.append(name)
+        limits[day.device] = limit_s
         found: dict[str, Any] = {"outcome": outcomes[name], "device": day.device, "seconds": 1.0}
         found |= {"figures": [], "log": ["it broke"]}
         (day.out / f"{name}.json").write_text(json.dumps(found))
@@ -118,7 +120,9 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert call("--phases", "P0,P1") == 1 and ran == ["P0", "P1"]
     assert call("--phases", "P0,P1,P2") == 1 and ran == ["P0", "P2"]
     assert call("--phases", "P1", "--again") == 0 and ran == ["P1"]
+    assert call("--phases", "P1", "--again") == 0 and limits["cuda"] == 120.0
     assert call("--phases", "P1", "--device", "fake") == 0 and ran == ["P1"]
+    assert limits["fake"] == 600.0, "a small machine that others use, too"
     assert call("--phases", "P2", "--within", "0") == 0 and ran == [], "done, so no time is needed"
     assert "it broke" in (tmp_path / "report.md").read_text()
 
