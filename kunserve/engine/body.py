@@ -15,7 +15,6 @@ from kunserve.control.instance.body import (
     StepWork,
 )
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
-from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.kv_blocks import KvBlocks, KvRing
 from kunserve.core.layout import LayerRange
@@ -36,7 +35,7 @@ from kunserve.engine.cpu.split_head import (
     part_of,
 )
 from kunserve.engine.host_kv import ask_copies
-from kunserve.engine.memory.account import account_of
+from kunserve.engine.memory.account import account_of, check_length
 from kunserve.engine.memory.free_memory import beside_bytes
 from kunserve.engine.memory.memory import Memory
 from kunserve.engine.memory.memory_plan import MemoryPlan
@@ -103,7 +102,7 @@ class EngineBody:
         self.memory: Memory = backend.open_memory(instance_id, self.model, instance, buffer_bytes)
         self._spec = replace(self.memory.spec, kv_ring=ring)
         try:
-            _check_length(self.model, self._spec, model.max_model_len)
+            check_length(self.model, self._spec, model.max_model_len)
             weights = backend.weights(self.memory, self.model)
             self._loader = backend.loader(reader, self.model, self.memory, weights)
             self._loader.check()
@@ -192,6 +191,8 @@ class EngineBody:
     def _begin(self, work: StepWork) -> StepBatch:
         """The step's batch, and memory as the step expects it."""
         if work.feeds is None:  # else the step before may still read
+            if self.memory.shards[0].arena.num_aliases:
+                self._host.wait()  # nothing is unmapped beside copies
             for shard in self.memory.shards:
                 shard.tidy()
             self._host.begin()
@@ -251,7 +252,6 @@ class EngineBody:
         """What a step gave that was launched, once it is computed. In the order of launches."""
         work, batch, states = asked.work, asked.batch, asked.states
         asked.wait(look_up)
-        self._host.wait(look_up)
         if not work.is_last:
             return StepOutcome(states, ())
         scores = self._scorer.score(work.plan, batch, states) if work.plan.scored else ()
@@ -374,8 +374,20 @@ class EngineBody:
     def swap_units(
         self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
     ) -> None:
-        """See ``Body``. What is copied beside a step is waited for behind it."""
-        ask_copies(self._host, out, back, is_beside=beside_step)
+        """See ``Body``. What runs beside steps begins with the next one."""
+        ask_copies(self._host, out, back)
+        if not beside_step:
+            self.end_copies()
+
+    @property
+    def is_copying(self) -> bool:
+        """See ``Body``."""
+        return self._host.is_copying
+
+    def end_copies(self) -> None:
+        """See ``Body``."""
+        self._host.begin()
+        self._host.wait()
 
     def load_layers(self, layers: LayerRange, gate: WriteGate | None = None) -> None:
         """Fill mapped layers from disk; what is written passes the ``gate``, if there is one."""
@@ -428,19 +440,3 @@ def _step_limits(
     num_blocks = MemoryPlan.of(spec, instance).kv_units // spec.num_layers
     fits = KvBlocks(instance.block_size, ring).tokens_in(num_blocks)
     return replace(most, num_positions=min(most.num_positions, fits))
-
-
-def _check_length(model: ModelSpec, spec: InstanceSpec, max_model_len: int | None) -> None:
-    """Refuse a promised length that one instance's undropped KV memory cannot hold."""
-    if max_model_len is None:
-        return
-    fits = spec.blocks.tokens_in(spec.blocks_when_holding(spec.num_layers))
-    if max_model_len <= fits:
-        return
-    needed = spec.blocks.holding(max_model_len) * model.num_layers * spec.unit_bytes
-    raise TooLittleMemory(
-        f"a request of {max_model_len} tokens (--max-model-len) needs {needed / (1 << 20):.1f} MiB "
-        f"of KV memory; the instance has {spec.kv_units * spec.unit_bytes / (1 << 20):.1f} MiB, so "
-        f"the longest request that would fit has {fits} tokens. Give more with --instance-memory "
-        f"or lower --max-model-len"
-    )

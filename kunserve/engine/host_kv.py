@@ -1,6 +1,5 @@
 """KV that waits in host memory: swapped, or parked."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from kunserve.control.instance.body import HostCopy
@@ -8,9 +7,9 @@ from kunserve.core.ids import RequestId
 
 
 class HostKv(Protocol):
-    """Owner of it, block by block. Copies may run beside a step, or be done as they are asked for.
+    """Owner of it, block by block. Copies may run beside steps, or be done as they are asked for.
 
-    A batch of copies is asked for, begun, and waited for; only then comes the next batch.
+    A batch of them is asked for, begun, and once it is done comes the next.
     """
 
     def put(self, request_id: RequestId, block: int, unit: int, num_units: int) -> None:
@@ -27,18 +26,15 @@ class HostKv(Protocol):
 
     @property
     def is_copying(self) -> bool:
-        """Whether any of it is not done yet. Never waits."""
+        """Whether any of what was asked for is not done yet. Never waits."""
         ...
 
-    def wait(self, look_up: Callable[[], None] | None) -> None:
-        """Return when all that was asked for is done.
-
-        ``look_up``, if given, is called often meanwhile.
-        """
+    def wait(self) -> None:
+        """Return when what was begun is done."""
         ...
 
     def forget(self, request_id: RequestId) -> None:
-        """The request is gone. Unknown ones are no mistake."""
+        """The request is gone, and nothing is copied for it. Unknown ones are no mistake."""
         ...
 
     def close(self) -> None:
@@ -46,13 +42,9 @@ class HostKv(Protocol):
         ...
 
 
-def ask_copies(
-    store: HostKv, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, is_beside: bool
-) -> None:
-    """As ``Body.swap_units`` is asked, block by block; done on return unless ``is_beside``."""
+def ask_copies(store: HostKv, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...]) -> None:
+    """As ``Body.swap_units`` is asked, block by block."""
     for copies, ask in ((out, store.put), (back, store.take)):
         for request_id, first_block, starts, num_units, _ in copies:
             for block, unit in enumerate(starts.tolist(), first_block):
                 ask(request_id, block, unit, num_units)
-    if not is_beside:
-        store.wait(None)

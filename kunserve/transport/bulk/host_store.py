@@ -1,7 +1,5 @@
 """KV in host memory: where a body keeps what was swapped out of its KV range."""
 
-from collections.abc import Callable
-
 import numpy as np
 
 from kunserve.core.ids import RequestId
@@ -45,7 +43,7 @@ class HostStore:
     def begin(self) -> None:
         """See ``HostKv``."""
 
-    def wait(self, look_up: Callable[[], None] | None) -> None:
+    def wait(self) -> None:
         """See ``HostKv``."""
 
     def close(self) -> None:

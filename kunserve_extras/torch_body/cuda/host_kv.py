@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import mmap
-import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -13,8 +12,6 @@ from kunserve.engine.memory.free_memory import available_bytes
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve_extras.torch_body.cuda.driver import Driver
 
-LOOK_GAP_S = 100e-6
-"""Between two looks while copies run."""
 BehindSteps = Callable[[int], None]
 """Lets what a stream is given from now on begin behind all steps so far."""
 
@@ -114,12 +111,14 @@ class HostCopies:
             self._is_under_way = not all(self._driver.is_done(end) for end in self._ends)
         return self._is_under_way
 
-    def wait(self) -> None:
-        """Until all are done."""
-        if self._is_under_way:
+    def wait(self) -> bool:
+        """Until all are done; whether any were under way."""
+        was_under_way, self._is_under_way = self._is_under_way, False
+        if was_under_way:
+            self._driver.enter()
             for end in self._ends:
                 self._driver.wait(end)
-            self._is_under_way = False
+        return was_under_way
 
     def close(self) -> None:
         """Let them end, and give everything back."""
@@ -145,6 +144,8 @@ class PinnedKv:
         """Request -> block -> its slots, a unit each."""
         self._out: list[Copy] = []
         self._back: list[Copy] = []
+        self._moving: set[RequestId] = set()
+        """Whose blocks are on their way."""
         self._leaving: list[int] = []
         """Slots of what comes back, which are free once it is back."""
 
@@ -154,6 +155,7 @@ class PinnedKv:
         assert block not in blocks, f"block {block} of {request_id} is in host memory already"
         blocks[block] = self._pool.take(num_units)
         self._out += self._pool.copies(blocks[block], self._memory.units_at(unit, num_units))
+        self._moving.add(request_id)
 
     def take(self, request_id: RequestId, block: int, unit: int, num_units: int) -> None:
         """See ``HostKv``."""
@@ -163,6 +165,7 @@ class PinnedKv:
         if not self._blocks[request_id]:
             del self._blocks[request_id]
         self._back += self._pool.copies(slots, address)
+        self._moving.add(request_id)
         self._leaving += slots
 
     def begin(self) -> None:
@@ -174,26 +177,30 @@ class PinnedKv:
     @property
     def is_copying(self) -> bool:
         """See ``HostKv``."""
-        return bool(self._out or self._back) or self._copies.is_copying
+        if self._moving and not (self._out or self._back or self._copies.is_copying):
+            self._end()
+        return bool(self._moving)
 
-    def wait(self, look_up: Callable[[], None] | None) -> None:
+    def wait(self) -> None:
         """See ``HostKv``."""
-        self.begin()
-        while look_up is not None and self._copies.is_copying:
-            look_up()
-            time.sleep(LOOK_GAP_S)
-        self._copies.wait()
-        if self._leaving:
-            self._pool.give(self._leaving)
-            self._leaving = []
+        if self._copies.wait():
+            self._end()
 
     def forget(self, request_id: RequestId) -> None:
-        """See ``HostKv``."""
+        """See ``HostKv``. What moves for it gets there first: it is the next one's memory."""
+        if request_id in self._moving:
+            self.begin()
+            self.wait()
         for slots in self._blocks.pop(request_id, {}).values():
-            assert not self.is_copying, f"{request_id} is forgotten while its KV moves"
             self._pool.give(slots)
 
     def close(self) -> None:
         """See ``HostKv``."""
         self._copies.close()
         self._pool.close()
+
+    def _end(self) -> None:
+        """All that was begun is done."""
+        self._moving.clear()
+        self._pool.give(self._leaving)
+        self._leaving = []
