@@ -67,6 +67,7 @@ class FakeCluster(ChosenWorld):
         overload: OverloadConfig | None = None,
         size: ClusterConfig | None = None,
         ranks: Sequence[int] = (),
+        num_late_steps: int = 0,
     ) -> None:
         """``pools``: each instance's KV blocks with all layers; a layer frees ``layer_units``.
 
@@ -79,7 +80,7 @@ class FakeCluster(ChosenWorld):
         a ring.
 
         ``overload``: when the monitor changes groups; else it never does. ``ranks`` of each
-        instance; one by default.
+        instance; one by default. ``num_late_steps``: see ``FakeBody``.
 
         With ``head_cost_layers`` the stages of a pipeline compute the output head together.
         """
@@ -124,6 +125,7 @@ class FakeCluster(ChosenWorld):
         measured = Measured(COST if speculative is None else FREE_ROWS, swap, ring)
         self._num_requests = 0
         self.num_actions = 0
+        self.num_late_steps = num_late_steps
         super().__init__(self.model, specs, Plan(config, measured), self.max_model_len)
         self.run_until_idle()
 

@@ -1,7 +1,8 @@
 """A process with a time limit, of which nothing is left behind: no server, no instance.
 
 A server of a phase has a process group of its own, so the phase's group is not enough. While a
-child runs this process adopts its orphans (``PR_SET_CHILD_SUBREAPER``), and ends them, too.
+child runs this process adopts its orphans (``PR_SET_CHILD_SUBREAPER``), and ends them, too. Where
+this process is itself killed, the kernel ends the child, and then the child's servers.
 """
 
 import contextlib
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
+
+from kunserve_lab.bench.with_parent import with_parent
 
 GRACE_S = 15.0
 """Of a limit, for a phase that is told to end to stop its servers."""
@@ -53,7 +56,7 @@ def run(
     ends_s = time.monotonic() + limit_s - grace_s
     with adopting():
         process = subprocess.Popen(
-            command,
+            with_parent(command, signal.SIGKILL),
             cwd=folder,
             env={**os.environ, **environment},
             stdout=stdout,

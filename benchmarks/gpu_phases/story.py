@@ -53,6 +53,8 @@ class Chart:
 HEADLINES = (
     Headline("P0", "copy, read and written", "The device copies at {} GB/s, read and written."),
     Headline("P0", "bfloat16 product", "It multiplies at {} TFLOP/s in bfloat16."),
+    Headline("P0", "to host memory", "KV goes to pinned host memory at {} GB/s at least.",
+             pick=min, where=(("by", "pinned"),)),
     Headline("P1", "commit a drop", "The commit of a drop takes {} ms at most."),
     Headline("P1", "prepare a drop", "What is mapped before it takes {} ms at most."),
     Headline("P1", "wrong values of attention",

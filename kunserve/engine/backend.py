@@ -15,6 +15,7 @@ from kunserve.engine.attention import c_model
 from kunserve.engine.cpu.decoder import Decoder, StepDecoder, StepLimits
 from kunserve.engine.cpu.kernels.library import library
 from kunserve.engine.cpu.kernels.panels import PANEL_FORMAT
+from kunserve.engine.host_kv import HostKv
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.memory import Memory
@@ -32,6 +33,7 @@ from kunserve.engine.weights.shared_loader import SharedLoader
 from kunserve.model.packed import WEIGHTS_LAYOUT
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
+from kunserve.transport.bulk.host_store import HostStore
 from kunserve.transport.bulk.movable_memory import WriteGate
 
 Wait: TypeAlias = Callable[[Callable[[], None] | None], None]
@@ -127,6 +129,10 @@ class Backend(Protocol):
         """What chooses tokens."""
         ...
 
+    def host_kv(self, memory: Memory, num_bytes: int | None) -> HostKv:
+        """Where swapped and parked KV waits, so much at most. None: nobody has bounded it."""
+        ...
+
     def mark(self) -> Wait:
         """Waits for all that was asked for so far, and for nothing that is asked for later."""
         ...
@@ -151,6 +157,10 @@ class OwnDecoders:
     def shape(self, source: ModelSource, model: ModelConfig) -> ModelSpec:
         """See ``Backend``."""
         return shape_of(source, model, keeps=self.keeps_quantised)
+
+    def host_kv(self, memory: Memory, num_bytes: int | None) -> HostKv:
+        """See ``Backend``. Taken as it is needed."""
+        return HostStore(memory)
 
 
 class OneMemory(OwnDecoders):

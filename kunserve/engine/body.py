@@ -15,7 +15,6 @@ from kunserve.control.instance.body import (
     StepWork,
 )
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
-from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.kv_blocks import KvBlocks, KvRing
 from kunserve.core.layout import LayerRange
@@ -35,7 +34,8 @@ from kunserve.engine.cpu.split_head import (
     join_logits,
     part_of,
 )
-from kunserve.engine.memory.account import account_of
+from kunserve.engine.host_kv import ask_copies
+from kunserve.engine.memory.account import account_of, check_length
 from kunserve.engine.memory.free_memory import beside_bytes
 from kunserve.engine.memory.memory import Memory
 from kunserve.engine.memory.memory_plan import MemoryPlan
@@ -50,7 +50,6 @@ from kunserve.model.sharding import spread_over_ranks
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.model.spec import ModelSpec
 from kunserve.model.vocabulary import tokenizer_json
-from kunserve.transport.bulk.host_store import HostStore
 from kunserve.transport.bulk.movable_memory import WriteGate
 
 
@@ -72,7 +71,7 @@ class EngineBody:
     ``source`` saves looking the model up again where the caller has done so. ``scheduler`` bounds
     the steps, whose memory is then reserved at once; without it buffers grow with the steps.
     ``backend`` says where memory lies and what computes. With a ``ring`` layers with a window keep
-    no more than that of their KV.
+    no more than that of their KV. At most ``host_bytes`` of KV are ever in host memory, if known.
     """
 
     def __init__(
@@ -84,6 +83,7 @@ class EngineBody:
         scheduler: SchedulerConfig | None = None,
         backend: Backend | None = None,
         ring: KvRing | None = None,
+        host_bytes: int | None = None,
     ) -> None:
         started = time.perf_counter()
         # The kernels have threads of their own. torch's would meet at a barrier after each of the
@@ -102,7 +102,7 @@ class EngineBody:
         self.memory: Memory = backend.open_memory(instance_id, self.model, instance, buffer_bytes)
         self._spec = replace(self.memory.spec, kv_ring=ring)
         try:
-            _check_length(self.model, self._spec, model.max_model_len)
+            check_length(self.model, self._spec, model.max_model_len)
             weights = backend.weights(self.memory, self.model)
             self._loader = backend.loader(reader, self.model, self.memory, weights)
             self._loader.check()
@@ -128,7 +128,7 @@ class EngineBody:
         self._blocks = self._spec.blocks
         self._ring_tables = None if ring is None else RingTables(self._blocks)
         self._prompt_tokens: dict[RequestId, int] = {}
-        self._host = HostStore(self.memory)
+        self._host = backend.host_kv(self.memory, host_bytes)
         load_s = time.perf_counter() - started
         beside = beside_bytes(self.other_pids)
         buffer_bytes = self._decoder.buffer_bytes
@@ -183,15 +183,19 @@ class EngineBody:
 
     def feeds_back(self, sampling: SamplingParams) -> bool:
         """Whether steps may run ahead of such a request's tokens."""
-        if not self._backend.runs_ahead or self.memory.shards[0].arena.num_aliases:
+        aliases = self.memory.shards[0].arena.num_aliases
+        if not self._backend.runs_ahead or aliases or self._host.is_copying:
             return False
         return self._sampler.chooses_alone(sampling)
 
     def _begin(self, work: StepWork) -> StepBatch:
         """The step's batch, and memory as the step expects it."""
         if work.feeds is None:  # else the step before may still read
+            if self.memory.shards[0].arena.num_aliases:
+                self._host.wait()  # nothing is unmapped beside copies
             for shard in self.memory.shards:
                 shard.tidy()
+            self._host.begin()
         batch = build_batch(work, rows_are_alike=self._backend.rows_are_alike)
         bounds = entry_bounds(batch, self._blocks)
         own = self.memory.shards[0]  # the others are alike
@@ -370,13 +374,20 @@ class EngineBody:
     def swap_units(
         self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
     ) -> None:
-        """Copy at once. On a CPU its cores would do both anyway; a device waits for the copies."""
-        for request_id, first_block, starts, num_units, _ in out:
-            for block, unit in enumerate(starts.tolist(), first_block):
-                self._host.put(request_id, block, unit, num_units)
-        for request_id, first_block, starts, num_units, _ in back:
-            for block, unit in enumerate(starts.tolist(), first_block):
-                self._host.take(request_id, block, unit, num_units)
+        """See ``Body``. What runs beside steps begins with the next one."""
+        ask_copies(self._host, out, back)
+        if not beside_step:
+            self.end_copies()
+
+    @property
+    def is_copying(self) -> bool:
+        """See ``Body``."""
+        return self._host.is_copying
+
+    def end_copies(self) -> None:
+        """See ``Body``."""
+        self._host.begin()
+        self._host.wait()
 
     def load_layers(self, layers: LayerRange, gate: WriteGate | None = None) -> None:
         """Fill mapped layers from disk; what is written passes the ``gate``, if there is one."""
@@ -403,6 +414,7 @@ class EngineBody:
     def close(self) -> None:
         """Release the memory. The body must not be used any more."""
         self._forms.close()
+        self._host.close()
         self.memory.close()
 
 
@@ -428,19 +440,3 @@ def _step_limits(
     num_blocks = MemoryPlan.of(spec, instance).kv_units // spec.num_layers
     fits = KvBlocks(instance.block_size, ring).tokens_in(num_blocks)
     return replace(most, num_positions=min(most.num_positions, fits))
-
-
-def _check_length(model: ModelSpec, spec: InstanceSpec, max_model_len: int | None) -> None:
-    """Refuse a promised length that one instance's undropped KV memory cannot hold."""
-    if max_model_len is None:
-        return
-    fits = spec.blocks.tokens_in(spec.blocks_when_holding(spec.num_layers))
-    if max_model_len <= fits:
-        return
-    needed = spec.blocks.holding(max_model_len) * model.num_layers * spec.unit_bytes
-    raise TooLittleMemory(
-        f"a request of {max_model_len} tokens (--max-model-len) needs {needed / (1 << 20):.1f} MiB "
-        f"of KV memory; the instance has {spec.kv_units * spec.unit_bytes / (1 << 20):.1f} MiB, so "
-        f"the longest request that would fit has {fits} tokens. Give more with --instance-memory "
-        f"or lower --max-model-len"
-    )

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from types import MappingProxyType
 
 from kunserve.core.python_command import python_command
 from kunserve_lab.bench.session import ServerUnreachable
+from kunserve_lab.bench.with_parent import with_parent
 
 READY_S = 180.0
 STOP_S = 20.0
@@ -25,7 +27,10 @@ _LOGS = "KUNSERVE_SERVER_LOGS"
 
 
 class ServerProcess:
-    """One running server. Its log is kept in ``log_path``."""
+    """One running server. Its log is kept in ``log_path``.
+
+    It is told to end when this process is gone, also if that was killed.
+    """
 
     def __init__(
         self,
@@ -40,18 +45,17 @@ class ServerProcess:
         """
         self.log_path = log_path
         self.url = f"http://127.0.0.1:{port}"
+        whole = {**os.environ, **environment}
+        if shutil.which(command[0], path=whole.get("PATH")) is None:
+            raise ServerUnreachable(f"cannot start {command[0]}: No such file or directory")
         self._log = log_path.open("wb")
-        try:
-            self._process = subprocess.Popen(
-                command,
-                env={**os.environ, **environment},
-                stdout=self._log,
-                stderr=self._log,
-                start_new_session=True,
-            )
-        except OSError as error:
-            self._log.close()
-            raise ServerUnreachable(f"cannot start {command[0]}: {error.strerror}") from None
+        self._process = subprocess.Popen(
+            with_parent(command, signal.SIGTERM),
+            env=whole,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
 
     @classmethod
     def serving(cls, flags: Sequence[str], log_path: Path) -> "ServerProcess":

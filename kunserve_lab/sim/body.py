@@ -31,6 +31,7 @@ class SimBody:
     """
 
     is_preparing = False
+    is_copying = False
     tidied_s = 0.0
 
     def __init__(
@@ -156,6 +157,9 @@ class SimBody:
             self._swap_s += seconds
         else:
             self._blocked_s += seconds
+
+    def end_copies(self) -> None:
+        """They are over with the step that they run beside."""
 
     def prepare(self, layers: LayerRange) -> str | None:
         """Nothing can fail here."""

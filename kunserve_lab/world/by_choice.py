@@ -72,6 +72,8 @@ class ChosenWorld(World[ChosenMember]):
     """Virtual time that one action takes."""
     runs_ahead = False
     """Whether steps begin behind those that run, as on devices."""
+    num_late_steps = 0
+    """Of instances that are made from now on, see ``FakeBody``."""
 
     def __init__(
         self,
@@ -107,6 +109,7 @@ class ChosenWorld(World[ChosenMember]):
             self.dead.remove(instance_id)
         self._num_processes += 1
         body = FakeBody(self._specs[instance_id], self._model)
+        body.num_late_steps = self.num_late_steps
         return ChosenMember(self, body, b"%d" % self._num_processes)
 
     def start_ordered(self, instance_id: InstanceId) -> None:

@@ -34,8 +34,8 @@ from kunserve.core.prompt_scores import PromptScores, pack_scores
 from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.snapshots import HeadShape, InstanceSpec
 from kunserve.core.step import SampledToken, SequenceStart
-from kunserve.transport.bulk.host_store import HostStore
 from kunserve.transport.bulk.movable_memory import WriteGate
+from kunserve_lab.world.fake_host import GARBAGE, FakeHost
 from kunserve_lab.world.fake_model import (
     EMBED,
     FACTOR_1,
@@ -53,11 +53,8 @@ from kunserve_lab.world.viewed_memory import ViewedMemory
 __all__ = ["FakeBody", "FakeModel", "expected_scores", "expected_tokens", "fake_spec"]
 
 Uint8Array = npt.NDArray[np.uint8]
-
 CONTENT_BYTES = 8
 """KV of one token at one layer."""
-GARBAGE = 0xA5
-"""What memory holds after it changed hands."""
 
 
 def fake_spec(
@@ -95,6 +92,8 @@ class FakeBody(ViewedMemory):
     tidied_s = 0.0
     num_pieces = 1
     """In which memory is prepared. It is refused with the last."""
+    num_late_steps = 0
+    """Copies to host memory and back are made behind so many."""
 
     def __init__(
         self,
@@ -125,7 +124,7 @@ class FakeBody(ViewedMemory):
         self._starts: dict[RequestId, SequenceStart] = {}
         self._history: dict[RequestId, list[int]] = {}
         self._sampled: tuple[SampledToken, ...] = ()  # by the last step
-        self.host = HostStore(self)
+        self.host = FakeHost(self)
         self.load_layers(self._whole)
 
     @property
@@ -181,6 +180,7 @@ class FakeBody(ViewedMemory):
             offset = end
         if look_up is not None:
             look_up()
+        self.host.step()
         if self._delay is not None:
             time.sleep(self._delay(work))
         if not work.is_last:
@@ -330,17 +330,17 @@ class FakeBody(ViewedMemory):
     def swap_units(
         self, out: tuple[HostCopy, ...], back: tuple[HostCopy, ...], *, beside_step: bool
     ) -> None:
-        """Copy at once; what has left is garbage, though its units are not free yet, unless others
-        use it.
-        """
-        for request_id, first_block, starts, num_units, is_shared in out:
-            for block, unit in enumerate(starts.tolist(), first_block):
-                self.host.put(request_id, block, unit, num_units)
-                if not is_shared:
-                    self.unit_view(unit, num_units).fill(GARBAGE)
-        for request_id, first_block, starts, num_units, _ in back:
-            for block, unit in enumerate(starts.tolist(), first_block):
-                self.host.take(request_id, block, unit, num_units)
+        """Copy at once, or late."""
+        self.host.ask(out, back, self.num_late_steps if beside_step else 0)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether steps run before copies that were asked for."""
+        return self.host.is_late
+
+    def end_copies(self) -> None:
+        """Do what is late."""
+        self.host.end()
 
     def prepare(self, layers: LayerRange) -> str | None:
         """Answer as the test wants it."""

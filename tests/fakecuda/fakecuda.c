@@ -30,8 +30,8 @@ typedef unsigned long long u64;
 typedef int Result;
 enum {
     OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101,
-    INVALID_CONTEXT = 201, INVALID_HANDLE = 400, ILLEGAL_ADDRESS = 700,
-    NOT_SUPPORTED = 801
+    INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
+    ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_PERMITTED = 800, NOT_SUPPORTED = 801
 };
 
 typedef struct { int type, id; } Location;
@@ -55,9 +55,11 @@ typedef struct { u64 address; size_t size; Memory *memory; int access; } Mapping
 typedef struct { u64 address; size_t size; } Span;
 typedef struct Event Event;
 typedef struct Stream Stream;
-typedef enum { COPY, MARK } Kind;
-typedef struct { Kind kind; u64 to, from; size_t size; Event *event; u64 ticket; } Op;
-struct Event { Stream *stream; u64 recorded, done; };
+typedef enum { COPY, MARK, BEHIND } Kind;
+typedef struct {
+    Kind kind; u64 to, from; size_t size; Event *event; Stream *other; u64 ticket, behind;
+} Op;
+struct Event { Stream *stream; u64 recorded, done; long asked; };
 struct Stream { Op *ops; size_t num, room; };
 
 #define TABLE(type, name) static type *name; static size_t num_##name, room_##name
@@ -68,6 +70,7 @@ struct Stream { Op *ops; size_t num, room; };
 TABLE(Mapping, maps);
 TABLE(Span, spans);
 TABLE(Span, pinned);
+TABLE(Span, registered); /* pinned, too, but not ours */
 TABLE(Stream *, streams);
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -78,6 +81,8 @@ static long call_ns, gib_ns, graph_ns, num_graphs, spent_ns, num_memories;
 static u64 tickets;
 static int sleeps = 1; /* else time is only counted */
 static int driver_version = 13000, has_virtual_memory = 1, num_devices = 1, capability = 90;
+static long num_asked = 3; /* a mark that is asked for so often has come about */
+static int gives_pinned = 1;
 static int can_export = 1, gives_exportable = 1;
 static enum { IGNORE, STALL, FAULT } beside_work; /* what mapping and unmapping do to queued work */
 static long num_beside_work;
@@ -147,6 +152,8 @@ Result cuGetErrorName(Result error, const char **name) {
     case NOT_INITIALIZED: *name = "CUDA_ERROR_NOT_INITIALIZED"; return OK;
     case INVALID_CONTEXT: *name = "CUDA_ERROR_INVALID_CONTEXT"; return OK;
     case INVALID_HANDLE: *name = "CUDA_ERROR_INVALID_HANDLE"; return OK;
+    case NOT_READY: *name = "CUDA_ERROR_NOT_READY"; return OK;
+    case NOT_PERMITTED: *name = "CUDA_ERROR_NOT_PERMITTED"; return OK;
     case NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; return OK;
     case ILLEGAL_ADDRESS: *name = "CUDA_ERROR_ILLEGAL_ADDRESS"; return OK;
     default: *name = NULL; return INVALID_VALUE;
@@ -370,11 +377,34 @@ Result cuMemFreeHost(void *at) {
         }
     return leave(INVALID_VALUE);
 }
-static int is_pinned(u64 address, size_t size) {
-    for (size_t i = 0; i < num_pinned; i++)
-        if (address >= pinned[i].address && address + size <= pinned[i].address + pinned[i].size)
+Result cuMemHostRegister_v2(void *at, size_t size, unsigned flags) {
+    ENTER;
+    REFUSE_IF(!size || flags || (u64)at % 4096 || size % 4096);
+    if (!gives_pinned) return leave(NOT_PERMITTED);
+    for (size_t i = 0; i < num_registered; i++)
+        if (overlaps((u64)at, size, registered[i].address, registered[i].size))
+            return leave(ALREADY_REGISTERED);
+    *ADD(registered) = (Span){(u64)at, size};
+    return leave(OK);
+}
+Result cuMemHostUnregister(void *at) {
+    ENTER;
+    for (size_t i = 0; i < num_registered; i++)
+        if (registered[i].address == (u64)at) {
+            TAKE_OUT(registered, i);
+            return leave(OK);
+        }
+    return leave(NOT_REGISTERED);
+}
+static int lies_in(const Span *some, size_t num, u64 address, size_t size) {
+    for (size_t i = 0; i < num; i++)
+        if (address >= some[i].address && address + size <= some[i].address + some[i].size)
             return 1;
     return 0;
+}
+static int is_pinned(u64 address, size_t size) {
+    return lies_in(pinned, num_pinned, address, size) ||
+           lies_in(registered, num_registered, address, size);
 }
 /* Run a stream's operations up to that ticket. */
 static void run(Stream *stream, u64 ticket) {
@@ -382,6 +412,8 @@ static void run(Stream *stream, u64 ticket) {
     while (done < stream->num && stream->ops[done].ticket <= ticket) {
         Op op = stream->ops[done++];
         if (op.kind == MARK) op.event->done = op.ticket;
+        for (size_t i = 0; op.kind == BEHIND && i < num_streams; i++)
+            if (streams[i] == op.other && op.other != stream) run(op.other, op.behind);
         if (op.kind != COPY) continue;
         int is_there = (is_pinned(op.to, op.size) || covers(op.to, op.size, 1)) &&
                        (is_pinned(op.from, op.size) || covers(op.from, op.size, 1));
@@ -437,6 +469,22 @@ Result cuEventRecord(Event *event, Stream *stream) {
     queue(stream, (Op){.kind = MARK, .event = event});
     event->stream = stream;
     event->recorded = tickets;
+    event->asked = 0;
+    return leave(OK);
+}
+/* Without a wait nothing happens, but for time going by: so many questions. */
+Result cuEventQuery(Event *event) {
+    ENTER;
+    if (event->done >= event->recorded) return leave(OK);
+    if (++event->asked < num_asked) return leave(NOT_READY);
+    run(event->stream, event->recorded);
+    return leave(spoiled);
+}
+Result cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
+    ENTER;
+    REFUSE_IF(flags);
+    if (event->recorded)
+        queue(stream, (Op){.kind = BEHIND, .other = event->stream, .behind = event->recorded});
     return leave(OK);
 }
 Result cuEventSynchronize(Event *event) {
@@ -485,6 +533,8 @@ void fake_configure(size_t granularity_bytes, size_t total_bytes) {
     has_virtual_memory = num_devices = can_export = gives_exportable = 1;
     beside_work = IGNORE;
     num_beside_work = 0;
+    num_asked = 3;
+    gives_pinned = 1;
     capability = 90;
 }
 void fake_describe(int version, int has_vmm, int count, int computes, int exports) {
@@ -512,6 +562,9 @@ long fake_spent_ns(void) { return spent_ns; }
 void fake_spoil(int code) { spoiled = code; }
 /* Memory that can be exported is refused although the device says that it has it. */
 void fake_refuse_exportable(void) { gives_exportable = 0; }
+void fake_refuse_pinning(void) { gives_pinned = 0; }
+/* Work whose end is asked for and not waited for has ended at the last of so many questions. */
+void fake_answer_after(long questions) { num_asked = questions; }
 /* 0: nothing; 1: mapping waits for queued work; 2: queued work faults. */
 void fake_beside_work(int what) { beside_work = what; }
 long fake_changes_beside_work(void) { return num_beside_work; }
@@ -522,7 +575,7 @@ void fake_left(long *counts) {
     counts[0] = num_memories;
     counts[1] = (long)num_maps;
     counts[2] = (long)num_spans;
-    counts[3] = (long)num_pinned;
+    counts[3] = (long)(num_pinned + num_registered);
     counts[4] = (long)num_streams;
 }
 #endif

@@ -41,6 +41,7 @@ class FakeCuda:
         self._library.fake_changes_beside_work.restype = ctypes.c_long
         self._library.fake_configure.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
         self._library.fake_refuse.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_int)
+        self._library.fake_answer_after.argtypes = (ctypes.c_long,)
         self._library.fake_delay.argtypes = (ctypes.c_long, ctypes.c_long)
         self._library.fake_describe.restype = None
         self._library.fake_calls.restype = ctypes.c_long
@@ -106,6 +107,14 @@ class FakeCuda:
     def refuse_exportable(self) -> None:
         """Give no memory that can be exported, although the device says that it has it."""
         self._library.fake_refuse_exportable()
+
+    def refuse_pinning(self) -> None:
+        """Pin no memory that others have made."""
+        self._library.fake_refuse_pinning()
+
+    def answer_after(self, num_questions: int) -> None:
+        """Let work whose end is only asked for have ended at the last of so many questions."""
+        self._library.fake_answer_after(num_questions)
 
     def beside_work(self, what: Literal["ignore", "stall", "fault"]) -> None:
         """What mapping and unmapping do to copies that are queued."""

@@ -30,6 +30,7 @@ def load_model(order: InstanceOrder) -> Loaded:
         told = {"model_files": files, "seed": str(config.model.seed)}
         shared = SharedWeights(order.weights_fds, told)
     backend = open_backend(config.model, source, instance, order.instance_id, shared)
+    swap = order.plan.measured.swap
     body = EngineBody(
         order.instance_id,
         config.model,
@@ -38,6 +39,7 @@ def load_model(order: InstanceOrder) -> Loaded:
         config.scheduler,
         backend,
         order.plan.measured.ring,
+        None if swap is None else swap.host_bytes,
     )
     account = body.account
     eos = frozenset(read_eos_ids(source))

@@ -115,8 +115,8 @@ class Parking:
         is_idle = not runs and self._swap.leaving_blocks == 0
         due = self._bring_back(room, now_s, is_idle=is_idle)
         num_kept = len(self._swap.returning)
-        if not due:
-            return Return(num_kept, None, [])
+        if not due or self._swap.is_copying:
+            return Return(num_kept, BEFORE_ALL if due else None, [])
         return Return(num_kept, BEFORE_ALL, self._in_place(running, due, room, now_s))
 
     def _bring_back(self, room: int, now_s: float, *, is_idle: bool) -> list[Sequence]:
@@ -136,7 +136,8 @@ class Parking:
         for index, (seq, _, _) in enumerate(away):
             if index == due and not is_idle:
                 kept_blocks = self._waiting.num_blocks
-            if room <= 0 or swap.missing_blocks(seq) + kept_blocks > 0:
+            is_kept = swap.is_copying or room <= 0
+            if is_kept or swap.missing_blocks(seq) + kept_blocks > 0:
                 return [seq for seq, _, _ in away[index:due]]
             swap.bring_back(seq)
             room -= 1

@@ -194,10 +194,10 @@ class Holders:
 
     # In a step
 
-    def end_copies(self, now_s: float) -> None:
+    def end_copies(self, now_s: float, *, is_copying: bool = False) -> None:
         """The last plan is on its way: whoever is back from host memory runs."""
         self._now_s = now_s
-        for seq in self._swap.finish_copies(now_s):
+        for seq in self._swap.finish_copies(now_s, is_copying=is_copying):
             seq.come_back()
             insort(self._running, seq, key=_key_of)
 

@@ -204,18 +204,19 @@ class Scheduler:
 
     # Steps
 
-    def schedule(self, now_s: float) -> StepPlan | None:
+    def schedule(self, now_s: float, *, is_copying: bool = False) -> StepPlan | None:
         """The next microbatch, or None when nothing can run now.
 
-        May be called again before ``complete``. Every plan returned must be run by all stages,
-        in order, and completed; one without chunks only frees blocks.
+        May be called again before ``complete``. Every plan returned must be run by all stages, in
+        order, and completed; one without chunks only frees blocks. ``is_copying``: what an earlier
+        one moves to host memory or back is not there yet.
         """
         in_flight, holders = self._in_flight, self._holders
         if len(in_flight) >= self._num_stages:
             return None
         self._clock.look(self.has_work, now_s)
         self._residency.now_s = now_s
-        holders.end_copies(now_s)
+        holders.end_copies(now_s, is_copying=is_copying)
         chosen = self._choose(now_s)
         if not chosen and (in_flight or not (self._frees_memory or holders.may_copy)):
             self._nothing_at = self._version
@@ -264,8 +265,7 @@ class Scheduler:
     ) -> list[TokenOutput]:
         pool_tokens = self._blocks.tokens_in(self._largest_capacity)
         outputs = self._take_scores(result, step) if step.scored else []
-        num_ended = 0
-        num_failed = len(outputs)
+        num_ended, num_failed = 0, len(outputs)
         for (request_id, token_id, logprobs), seq in step.owned(result.tokens, self.totals):
             if seq is None or seq.state is Progress.ENDED:
                 continue

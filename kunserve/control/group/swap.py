@@ -82,6 +82,8 @@ class SwapSpace:
         self._now_s = 0.0
         """Of the schedule under way."""
         self._entries: list[_Swapped] = []
+        self.is_copying = False
+        """What the last plan moves is not there yet: nobody turns round, and nothing more moves."""
         self._promised_blocks = 0
         """Of those on their way out, what growers wait for already."""
 
@@ -104,7 +106,9 @@ class SwapSpace:
     @property
     def may_copy(self) -> bool:
         """Whether a plan could move anything, or let one that is back run."""
-        return any(entry.is_returning or entry.num_resident for entry in self._entries)
+        return not self.is_copying and any(
+            entry.is_returning or entry.num_resident for entry in self._entries
+        )
 
     @property
     def host_blocks(self) -> int:
@@ -146,10 +150,15 @@ class SwapSpace:
         leaving = sum(e.num_resident + e.num_leaving for e in self._entries if not e.is_returning)
         return leaving - self._promised_blocks
 
-    def finish_copies(self, now_s: float) -> list[Sequence]:
-        """The last plan is on its way: free what it copied out; those that may run again."""
-        self._now_s = now_s
+    def finish_copies(self, now_s: float, *, is_copying: bool = False) -> list[Sequence]:
+        """The last plan is on its way: free what it copied out; those that may run again.
+
+        None while its copies go on beside further steps.
+        """
+        self._now_s, self.is_copying = now_s, is_copying
         self._promised_blocks = 0
+        if is_copying:
+            return []
         back: list[Sequence] = []
         for entry in self._entries:
             if entry.num_leaving:
@@ -175,7 +184,7 @@ class SwapSpace:
             seq = entry.seq
             if entry.is_returning:
                 continue
-            if num_returning >= room:
+            if self.is_copying or num_returning >= room:
                 break
             if first_waiting is not None and first_waiting < seq.key:
                 break
@@ -214,7 +223,7 @@ class SwapSpace:
         self, chosen: list[tuple[Sequence, int]]
     ) -> tuple[tuple[BlockRun, ...], tuple[BlockRun, ...]]:
         """What the plan of these chunks copies out and back: as much as its step hides."""
-        if not self._entries:
+        if self.is_copying or not self._entries:
             return (), ()
         budget = hidden_blocks(self._link, self._step_s(chosen))
         out, back = self._plan_out(budget), self._plan_back(budget)

@@ -17,7 +17,7 @@ from kunserve.control.instance.changes.change_slot import ChangeSlot
 from kunserve.control.instance.changes.formation import FormationSlot
 from kunserve.control.instance.inbox import Inbox, Mail, Moment, is_plain
 from kunserve.control.instance.localize import localize, localize_ahead
-from kunserve.control.instance.membership import Membership, enter_group
+from kunserve.control.instance.membership import Membership, enter_group, next_plan
 from kunserve.control.instance.state import AgentConfig, InstanceState, Outgoing, Preemption
 from kunserve.control.instance.work import Work
 from kunserve.core.ids import InstanceId, RequestId
@@ -148,7 +148,7 @@ class InstanceAgent:
     def finished(self, work: Work, outcome: StepOutcome, now_s: float) -> None:
         """The body ran the step."""
         assert self.state.is_running and self.membership is not None
-        self.state.step_ended(now_s)
+        self.state.step_ended(now_s, is_calm=self._is_calm and self.membership.is_alone)
         if isinstance(work.step, StepWork):
             self._forward(self.membership, work.step, outcome, now_s)
         elif (head := self.membership.head) and (result := head.finished(work.step, outcome)):
@@ -408,7 +408,7 @@ class InstanceAgent:
         if scheduler is None or self.change.is_quiescing:
             return None
         was_short = scheduler.is_memory_short
-        plan = scheduler.schedule(now_s)
+        plan = next_plan(scheduler, self.state.body, now_s)
         if scheduler.is_memory_short and not was_short:
             self._send_report(now_s)
         self.state.preemptions.extend(Preemption(*item) for item in scheduler.drain_preemptions())

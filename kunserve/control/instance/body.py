@@ -198,10 +198,19 @@ class Body(Protocol):
     ) -> None:
         """Copy blocks to host memory, and others back from there, where they are kept no longer.
 
-        With ``beside_step`` copies may run while the step that follows does, which touches none
-        of these units, and have ended when it has; otherwise they are done on return. ``forget``
-        gives up what is in host memory of a request.
+        With ``beside_step`` copies may run beside steps that touch none of these units, while
+        ``is_copying``; otherwise they are done on return. The next ones are asked for once they
+        are. ``forget`` gives up what is in host memory of a request, and on its way.
         """
+        ...
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether any of these copies is not done yet. Never waits."""
+        ...
+
+    def end_copies(self) -> None:
+        """Return once none is left."""
         ...
 
 

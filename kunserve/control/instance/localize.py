@@ -22,7 +22,7 @@ def _free_blocks(
 ) -> None:
     """Free, keep and share blocks as the plan says."""
     if membership.swapped_out:
-        _free_swapped_out(state, membership)
+        _free_swapped_out(state, membership, plan)
     for run in plan.swapped_out:
         change.swap_out(run.request_id)
     for kept in plan.kept:
@@ -39,8 +39,15 @@ def _free_blocks(
         state.table.share(*shared)
 
 
-def _free_swapped_out(state: InstanceState, membership: Membership) -> None:
-    """The plan before has run here: what it copied to host memory holds no units any more."""
+def _free_swapped_out(state: InstanceState, membership: Membership, plan: StepPlan) -> None:
+    """What a plan before has copied to host memory holds no units any more, once it is there.
+
+    Of a request that ends meanwhile it has to be there now.
+    """
+    if state.body.is_copying:
+        if not any(run.request_id in plan.released for run in membership.swapped_out):
+            return
+        state.body.end_copies()
     for request_id, first_block, end_block in membership.swapped_out:
         state.table.release_layers(request_id, first_block, end_block, NOTHING)
     membership.swapped_out = ()
@@ -77,8 +84,7 @@ def localize(
                 copies = table.grow(request_id, needed, may_compact=not runs_ahead)
                 if copies is None:
                     return None
-                if copies:
-                    state.body.memory.copy_units(copies)
+                state.copy_units(copies)
         rows.append(row_of[request_id])
     if plan.swapped_out or plan.swapped_in:
         _start_host_copies(state, membership, plan)
@@ -127,8 +133,7 @@ def _make_room(state: InstanceState, plan: StepPlan) -> None:
     for request_id, first_block, end_block in plan.swapped_in:
         copies = state.table.relayout(request_id, first_block, end_block)
         assert copies is not None, (plan, state.table.free_units)
-        if copies:
-            state.body.memory.copy_units(copies)
+        state.copy_units(copies)
 
 
 def _start_host_copies(state: InstanceState, membership: Membership, plan: StepPlan) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kunserve.control.group.cache_journal import Cleared
 from kunserve.control.group.scheduler import Scheduler
+from kunserve.control.instance.body import Body
 from kunserve.control.instance.output_head import OutputHead, find_head
 from kunserve.control.instance.state import InstanceState
 from kunserve.core.ids import InstanceId, RequestId, StepId
@@ -44,6 +45,11 @@ class Membership:
     """The last plan whose blocks were freed, kept and shared as it says."""
     former_requests: dict[RequestId, InstanceId] = field(default_factory=dict)
     """New leaders of requests that this instance led before it entered."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this instance computes all layers, so that nobody else waits for its copies."""
+        return self.scheduler is not None and self.following is None
 
     def knows(self, request_id: RequestId) -> bool:
         """Whether an abort of the request finds it, here or by forwarding."""
@@ -85,6 +91,16 @@ def enter_group(state: InstanceState, layout: GroupLayout, now_s: float) -> Memb
     behind = layout.members[layout.members.index(state.me) + 1 :]
     following = behind[0] if behind else None
     return Membership(layout, layers, capacity_blocks, scheduler, head, following, now_s)
+
+
+def next_plan(scheduler: Scheduler, body: Body, now_s: float) -> StepPlan | None:
+    """The leader's, where necessary after copies to host memory that leave nothing else to do."""
+    is_copying = body.is_copying
+    plan = scheduler.schedule(now_s, is_copying=is_copying)
+    if plan is not None or not is_copying:
+        return plan
+    body.end_copies()
+    return scheduler.schedule(now_s)
 
 
 def cached_units(memberships: Iterable[Membership | None]) -> dict[InstanceId, int]:

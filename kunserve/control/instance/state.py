@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kunserve.control.group.cache_journal import CacheJournal
 from kunserve.control.group.load import SchedulerTotals
 from kunserve.control.instance.block_table import BlockTable
-from kunserve.control.instance.body import Body, Mover, Remap
+from kunserve.control.instance.body import Body, Mover, Remap, UnitCopy
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import InstanceId, RequestId, TransitionId
 from kunserve.core.layout import LayerRange
@@ -101,8 +101,13 @@ class InstanceState:
         else:
             self.outbox.append(Outgoing(dst, message, hidden))
 
-    def step_ended(self, now_s: float) -> None:
-        """The body computes nothing now, or the step that was behind this one."""
+    def step_ended(self, now_s: float, *, is_calm: bool) -> None:
+        """The body computes nothing now, or the step that was behind this one.
+
+        Copies to host memory may go on beside further steps, but beside nothing else.
+        """
+        if not is_calm:
+            self.body.end_copies()
         self.is_running, self.is_ahead = self.is_ahead, False
         self.step_s = max(now_s - self.began_s, STEP_MEMORY * self.step_s)
         self.began_s = now_s
@@ -124,6 +129,12 @@ class InstanceState:
         """A change cost a request its KV."""
         self.preemptions.append(Preemption(request_id, lost_tokens))
         self.totals.note_preemption(lost_tokens)
+
+    def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
+        """Move blocks that the table has moved, if any: not while they are being copied."""
+        if copies:
+            self.body.end_copies()
+            self.body.memory.copy_units(copies)
 
     def free(self, request_id: RequestId) -> None:
         """Forget a request that no transfer touches."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kunserve.core.errors import TooLittleMemory
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.memory.free_memory import anonymous_bytes
@@ -89,4 +90,20 @@ def account_of(
         process_bytes=spec.memory_bytes + anonymous_bytes() + other_bytes,
         load_s=load_s,
         shares_weights=bool(spec.shared_weights_bytes),
+    )
+
+
+def check_length(model: ModelSpec, spec: InstanceSpec, max_model_len: int | None) -> None:
+    """Refuse a promised length that one instance's undropped KV memory cannot hold."""
+    if max_model_len is None:
+        return
+    fits = spec.blocks.tokens_in(spec.blocks_when_holding(spec.num_layers))
+    if max_model_len <= fits:
+        return
+    needed = spec.blocks.holding(max_model_len) * model.num_layers * spec.unit_bytes
+    raise TooLittleMemory(
+        f"a request of {max_model_len} tokens (--max-model-len) needs {needed / (1 << 20):.1f} MiB "
+        f"of KV memory; the instance has {spec.kv_units * spec.unit_bytes / (1 << 20):.1f} MiB, so "
+        f"the longest request that would fit has {fits} tokens. Give more with --instance-memory "
+        f"or lower --max-model-len"
     )

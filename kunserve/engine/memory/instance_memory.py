@@ -312,6 +312,10 @@ class InstanceMemory:
             ]
         )
 
+    def units_at(self, unit: int, num_units: int) -> int:
+        """Address of consecutive backed units."""
+        return self._unit_span(unit, num_units)[0]
+
     def _unit_span(self, unit: int, num_units: int) -> tuple[int, int]:
         assert unit >= 0 and unit + num_units <= self.backed_units, (unit, num_units)
         unit_bytes = self.spec.unit_bytes

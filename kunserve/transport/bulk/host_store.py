@@ -7,7 +7,9 @@ from kunserve.transport.bulk.movable_memory import Bytes, UnitMemory
 
 
 class HostStore:
-    """Owner of one instance's swapped KV, block by block."""
+    """Implements ``HostKv``: what is asked for is done at once, as a CPU's cores would do both."""
+
+    is_copying = False
 
     def __init__(self, memory: UnitMemory) -> None:
         self._memory = memory
@@ -37,3 +39,12 @@ class HostStore:
     def forget(self, request_id: RequestId) -> None:
         """The request is gone. Unknown ones are no mistake."""
         self._blocks.pop(request_id, None)
+
+    def begin(self) -> None:
+        """See ``HostKv``."""
+
+    def wait(self) -> None:
+        """See ``HostKv``."""
+
+    def close(self) -> None:
+        """See ``HostKv``."""

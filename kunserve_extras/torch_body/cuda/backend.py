@@ -13,6 +13,7 @@ from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.extras import find_extra
 from kunserve.engine.backend import OneMemory, Wait, kv_in, nothing_to_wait_for
 from kunserve.engine.cpu.decoder import StepDecoder, StepLimits
+from kunserve.engine.host_kv import HostKv
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
 from kunserve.engine.memory.memory_plan import padding_granules
@@ -23,6 +24,7 @@ from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.cuda.driver import LIBRARY, Driver
+from kunserve_extras.torch_body.cuda.host_kv import PinnedKv
 from kunserve_extras.torch_body.cuda.pages import DevicePages
 from kunserve_extras.torch_body.decoder import TorchDecoder
 from kunserve_extras.torch_body.experts import expert_bytes
@@ -209,6 +211,33 @@ class CudaBackend(OneMemory):
             _LIBRARIES_BYTES / (1 << 30),
         )
         return sampler
+
+    def host_kv(self, memory: Memory, num_bytes: int | None) -> HostKv:
+        """See ``Backend``. All of it is taken, and pinned, at once."""
+        if not num_bytes:
+            return super().host_kv(memory, num_bytes)
+        began_s = time.perf_counter()
+        try:
+            pinned = PinnedKv(self._driver, memory.shards[0], num_bytes, self._begin_behind)
+        except OSError as error:
+            logger.warning(
+                "%s of host memory cannot be pinned (%s): KV goes there between steps, and slowly",
+                _gib(num_bytes),
+                error.strerror,
+            )
+            return super().host_kv(memory, num_bytes)
+        logger.info(
+            "%s of host memory for KV pinned in %.1f s",
+            _gib(num_bytes),
+            time.perf_counter() - began_s,
+        )
+        return pinned
+
+    def _begin_behind(self, stream: int) -> None:
+        if self.device.type == "cuda":
+            asked = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            asked.record()
+            self._driver.begin_behind(asked.cuda_event, stream)
 
     @property
     def runs_ahead(self) -> bool:

@@ -29,6 +29,7 @@ _CAPABILITY = (75, 76)
 _NON_BLOCKING = 1
 _NO_TIMING = 2
 _OUT_OF_MEMORY = 2
+_NOT_READY = 600
 
 
 class _Location(ctypes.Structure):
@@ -79,13 +80,17 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cuMemImportFromShareableHandle": (_P(c_uint64), c_void_p, c_int),
     "cuMemHostAlloc": (_P(c_void_p), c_size_t, c_uint),
     "cuMemFreeHost": (c_void_p,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
     "cuStreamCreate": (_P(c_void_p), c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuEventCreate": (_P(c_void_p), c_uint),
     "cuEventDestroy_v2": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventSynchronize": (c_void_p,),
+    "cuEventQuery": (c_void_p,),
     "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
     "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
@@ -303,6 +308,14 @@ class Driver:
         """Give pinned memory back."""
         self._call("cuMemFreeHost", address)
 
+    def pin(self, address: int, num_bytes: int) -> None:
+        """Make whole pages of host memory pinned that are there already."""
+        self._call("cuMemHostRegister_v2", address, num_bytes, 0)
+
+    def unpin(self, address: int) -> None:
+        """Let what one ``pin`` made be as it was."""
+        self._call("cuMemHostUnregister", address)
+
     def stream(self) -> int:
         """A queue of work that waits for no other."""
         stream = c_void_p()
@@ -336,6 +349,17 @@ class Driver:
     def wait(self, event: int) -> None:
         """Wait for all work before the mark."""
         self._call("cuEventSynchronize", event)
+
+    def is_done(self, event: int) -> bool:
+        """Whether all work before the mark is done. Never waits."""
+        result = self._library.cuEventQuery(event)
+        if result not in (0, _NOT_READY):
+            raise _error(self._library, "cuEventQuery", result)
+        return bool(result == 0)
+
+    def begin_behind(self, event: int, stream: int) -> None:
+        """Let what the stream is given from now on begin behind the mark."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
 
     def copy_in(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """From host memory to the device; done when the stream says so."""

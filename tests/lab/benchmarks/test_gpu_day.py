@@ -1,6 +1,7 @@
 """The script for a day on a GPU, rehearsed on the stand-in for its driver."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.gpu_phases.costs import PROFILE
 from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES, SHAPES
 from kunserve.model.profile import read_profile
 from kunserve_extras.triton_ops.tiles import table_rows, tiles_for
+from kunserve_lab.bench.with_parent import with_parent
 from tests.fakecuda.library import FakeCuda
 
 QUICK = ("S", "P0", "P1", "P2", "P4", "P5", "P5b", "P8")
@@ -82,7 +84,8 @@ def test_two_processes_under_load(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_phases(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_day", "--device", "fake", "--out", tmp_path]
+    command = [sys.executable, "-m", "benchmarks.gpu_day", "--device", "fake"]
+    command = with_parent([*command, "--out", str(tmp_path)], signal.SIGTERM)
     subprocess.run(command, cwd=gpu_day.ROOT, check=True)
     for name in gpu_day.PHASES:
         assert json.loads((tmp_path / f"{name}.json").read_text())["outcome"] == gpu_day.DONE
@@ -97,12 +100,14 @@ def test_a_phase_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
+    limits: dict[str, float] = {}
     outcomes = {"P0": "failed with exit code 1", "P1": gpu_day.DONE, "P2": gpu_day.DONE}
 
     def run_apart(
         name: str, day: Day, limit_s: float, only: tuple[str, ...], anew: bool
     ) -> dict[str, Any]:
         ran.append(name)
+        limits[day.device] = limit_s
         found: dict[str, Any] = {"outcome": outcomes[name], "device": day.device, "seconds": 1.0}
         found |= {"figures": [], "log": ["it broke"]}
         (day.out / f"{name}.json").write_text(json.dumps(found))
@@ -120,7 +125,9 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert call("--phases", "P0,P1") == 1 and ran == ["P0", "P1"]
     assert call("--phases", "P0,P1,P2") == 1 and ran == ["P0", "P2"]
     assert call("--phases", "P1", "--again") == 0 and ran == ["P1"]
+    assert call("--phases", "P1", "--again") == 0 and limits["cuda"] == 120.0
     assert call("--phases", "P1", "--device", "fake") == 0 and ran == ["P1"]
+    assert limits["fake"] == 600.0, "a small machine that others use, too"
     assert call("--phases", "P2", "--within", "0") == 0 and ran == [], "done, so no time is needed"
     assert "it broke" in (tmp_path / "report.md").read_text()
 

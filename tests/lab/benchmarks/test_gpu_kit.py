@@ -124,7 +124,6 @@ day.run_apart('P1', here, 60.0)
     finally:
         caller.send_signal(signal.SIGKILL)
         caller.wait()
-        (day.out / "waits").unlink()  # the phase is another process group, and ends by itself
     seen = packed(tar, tmp_path / "seen")
     assert states(seen)["first"] == "done" and seen.figures[0]["name"] == "one"
 
@@ -207,6 +206,54 @@ sys.exit(0) if sys.argv[1] == "ends" else time.sleep(600)
             os.kill(pid, 0)
         (tmp_path / "pid").unlink()
         (tmp_path / "said").unlink()
+
+
+def test_neither_a_phase_nor_its_server_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
+    """Who is killed ends nobody: `subprocess.run` of a test kills soon after Ctrl-C."""
+    phase = """
+import os, sys, time
+from pathlib import Path
+from kunserve_lab.bench.server_process import ServerProcess
+
+stays = [sys.executable, "-c", "import time; time.sleep(600)"]
+server = ServerProcess(stays, 1, Path("server.log"))
+Path("new").write_text(f"{os.getpid()} {server._process.pid}")
+Path("new").rename("pids")
+time.sleep(600)
+"""
+    caller = f"""
+import sys
+from pathlib import Path
+from benchmarks.gpu_kit import children
+children.run([sys.executable, "-c", {phase!r}], folder=Path({str(tmp_path)!r}), environment={{}},
+             stdout=sys.stdout.buffer, stderr=sys.stderr.buffer, limit_s=600.0)
+"""
+    root, until = Path(__file__).parents[3], time.monotonic() + 60.0
+    process = subprocess.Popen(
+        [sys.executable, "-c", caller], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    pids: list[int] = []
+    try:
+        while not (tmp_path / "pids").exists():
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+        pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+        process.kill()
+        process.wait()
+        while any(runs(pid) for pid in pids):
+            assert time.monotonic() < until, "somebody is left behind"
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        for pid in filter(runs, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def runs(pid: int) -> bool:
+    """Zombies, for whom nobody has asked yet, do not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def test_packing_leaves_out_models_and_what_is_too_large_and_says_so(

@@ -169,8 +169,8 @@ def test_a_shortage_is_acted_upon_within_a_tenth_of_a_second(
     short_since: list[float] = []
     schedule = Scheduler.schedule
 
-    def watched(scheduler: Scheduler, now_s: float) -> StepPlan | None:
-        plan = schedule(scheduler, now_s)
+    def watched(scheduler: Scheduler, now_s: float, **given: bool) -> StepPlan | None:
+        plan = schedule(scheduler, now_s, **given)
         if scheduler.is_memory_short:
             short_since.append(now_s)
         return plan

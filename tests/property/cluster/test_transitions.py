@@ -57,6 +57,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         swap=st.sampled_from(SWAPS),
         head_cost_layers=st.sampled_from([None, 0.5, 3.0]),
         runs_ahead=st.booleans(),
+        num_late_steps=st.sampled_from([0, 1, 3]),
     )
     def start(self, runs_ahead: bool, **given: Any) -> None:
         self.cluster = FakeCluster(**given)

@@ -41,6 +41,7 @@ class ChangeSlot:
     def begin(self, order: ChangeOrder, membership: Membership, now_s: float) -> None:
         """Begin what is asked for, or answer why not."""
         state, change = self._state, self.change
+        state.body.end_copies()
         obstacle = None if change.precedes(order) else change.occupation
         begun: Change | None
         match order:

@@ -116,6 +116,7 @@ class FormationSlot:
     def begin(self) -> None:
         """Start with what is asked for. No step runs."""
         assert self._asked is not None and not self._state.is_running, self._asked
+        self._state.body.end_copies()
         if self._formation is not None:
             self._formation.cancel()
         self._formation, self._asked = Formation(self._state, self._asked), None

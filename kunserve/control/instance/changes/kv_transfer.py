@@ -81,8 +81,7 @@ class KvImport:
             copies = state.table.grow(request_id, end_block, may_compact=may_compact)
         if copies is None:
             return False
-        if copies:
-            state.body.memory.copy_units(copies)
+        state.copy_units(copies)
         state.table.pin(request_id, first_block, end_block)
         return True
 

@@ -148,8 +148,7 @@ class LayerRestore(Change):
         copies = state.table.vacate(state.spec.kv_units)
         if copies is None:
             return
-        if copies:
-            state.body.memory.copy_units(copies)
+        state.copy_units(copies)
         self._phase, self._is_mapped = "filling", True
         state.table.set_layers(self._membership.layers, state.spec.kv_units)
         remap = state.body.memory.reclaim(state.whole_model)

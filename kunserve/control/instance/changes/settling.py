@@ -32,7 +32,7 @@ def settle(state: InstanceState, plan: MovePlan, group_id: GroupId) -> None:
         if prefix_id != old.prefix_id:
             copies = table.copy(old.prefix_id, prefix_id, old.first_block, old.end_block)
             assert copies is not None, "the plan left room for copies"
-            state.body.memory.copy_units(copies)
+            state.copy_units(copies)
     table.change_loans(
         staying, {p.old.prefix_id: p.prefix_id for p in here if p.new_group == group_id}
     )

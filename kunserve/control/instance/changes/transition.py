@@ -253,9 +253,7 @@ class TransitionMember(Change):
         layers = new.layers_of(state.me)
         assert layers is not None, (state.me, new)
         if not self._membership.layers.covers(layers):
-            copies = state.table.vacate(state.table.used_units)
-            if copies:
-                state.body.memory.copy_units(copies)
+            state.copy_units(state.table.vacate(state.table.used_units) or ())
         return state.keep_only(layers)
 
     def _adopt_sequences(

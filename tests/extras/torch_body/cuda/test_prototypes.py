@@ -40,6 +40,7 @@ CONSTANTS = {
     "CU_STREAM_NON_BLOCKING": driver._NON_BLOCKING,
     "CU_EVENT_DISABLE_TIMING": driver._NO_TIMING,
     "CUDA_ERROR_OUT_OF_MEMORY": driver._OUT_OF_MEMORY,
+    "CUDA_ERROR_NOT_READY": driver._NOT_READY,
 }
 HEAD = """
 #include <cuda.h>

@@ -7,6 +7,7 @@ from kunserve.engine.memory import copy_rate
 from kunserve.engine.memory.copy_rate import measure_copy_rate
 from kunserve_extras.torch_body.cuda import copy_rate as device_copies
 from kunserve_extras.torch_body.cuda.cards import STAND_IN
+from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.cuda.pages import DevicePages
 from kunserve_extras.torch_body.cuda.staging import Staging
 from tests.fakecuda.library import FakeCuda, build
@@ -20,21 +21,29 @@ def test_a_devices_own_copies_are_timed_by_a_process_of_its_own() -> None:
         measure_copy_rate(f"{STAND_IN}nowhere")
 
 
-def test_what_is_timed_is_what_instances_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_what_is_timed_is_what_instances_do(
+    is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeCuda()
+    if not is_pinned:
+        fake.refuse_pinning()
     done: list[str] = []
-    for name in ("read", "write"):
-        copy = getattr(Staging, name)
+    for kind, name in ((Staging, "read"), (Staging, "write"), (Driver, "copy_in")):
+        copy = getattr(kind, name)
 
         def noted(*arguments: object, name: str = name, copy: object = copy) -> None:
             done.append(name)
             copy(*arguments)  # type: ignore[operator]
 
-        monkeypatch.setattr(Staging, name, noted)
+        monkeypatch.setattr(kind, name, noted)
     for module in (copy_rate, device_copies):
         monkeypatch.setattr(module, "COPY_BYTES", 1 << 20)
     assert device_copies.rate_of(build()) > 0.0
-    assert done == ["write"] * copy_rate.NUM_COPIES + ["read"] * copy_rate.NUM_COPIES
+    if is_pinned:
+        assert done == ["copy_in"] * copy_rate.NUM_COPIES
+    else:
+        assert done == ["write", "copy_in"] * copy_rate.NUM_COPIES + ["read"] * copy_rate.NUM_COPIES
     assert fake.left() == {} and fake.used_bytes == 0
 
 
