@@ -71,6 +71,9 @@ class FlashInferOps:
         self.rms_norm = rest.rms_norm
         self.gate_mul = rest.gate_mul
         self.place = rest.place
+        self.route = rest.route
+        self.run_experts = rest.run_experts
+        self.sum_experts = rest.sum_experts
 
     def attend(
         self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor

@@ -1,6 +1,7 @@
 """P2: our Triton kernels and plain torch on the device, against sums in float64."""
 
 import importlib.util
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -9,11 +10,15 @@ import torch
 
 from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.machine import Machine
-from benchmarks.report import Report
+from benchmarks.report import Report, Setting
 from kunserve.engine.attention import StepBatch, capped
+from kunserve.engine.layer_weights import LayerWeights
+from kunserve.model.experts import Experts
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.experts import add_experts
 from kunserve_extras.torch_body.ops.reference import ReferenceOps
 from kunserve_extras.torch_body.ops.table import DeviceBatch, Ops
+from kunserve_extras.torch_body.scratch import Scratch
 
 Shape: TypeAlias = tuple[int, int, int, int, int | None]
 _NUM_LAYERS = 3
@@ -55,7 +60,14 @@ def run(machine: Machine, report: Report) -> None:
             for name in names
             for shape in shapes
             for dtype in _DTYPES
-        )
+        ),
+        *(
+            Part(
+                f"{name} {dtype} experts", partial(_experts_are_right, machine, report, dtype, name)
+            )
+            for name in names
+            for dtype in _DTYPES
+        ),
     )
 
 
@@ -63,11 +75,54 @@ def _shape_is_right(machine: Machine, report: Report, shape: Shape, dtype: str, 
     """Fails if an error is too large."""
     spec = _spec(shape, dtype)
     errors = _errors(machine, spec, operations(spec)[name], shape[3])
+    where: dict[str, Setting] = {"ops": name, "dtype": dtype, "shape": "x".join(map(str, shape))}
+    _are_small(report, errors, where)
+
+
+def _are_small(report: Report, errors: dict[str, float], where: dict[str, Setting]) -> None:
     for check, error_size in errors.items():
-        where = {"ops": name, "dtype": dtype, "shape": "x".join(map(str, shape))}
         report.add(check, error_size, "", **where)
-    bad = {check: size for check, size in errors.items() if not size <= _LIMITS[dtype]}
+    bad = {
+        check: size for check, size in errors.items() if not size <= _LIMITS[str(where["dtype"])]
+    }
     assert not bad, bad
+
+
+def _experts_are_right(machine: Machine, report: Report, dtype: str, name: str) -> None:
+    """A sparse MLP of few rows and of many, which have tiles of their own and the same bits."""
+    hidden, inner, experts, num, few = 576, 320, Experts(16, 4, True), 130, 20
+    spec = replace(
+        _spec(_SHAPES[1], dtype), hidden_size=hidden, intermediate_size=inner, experts=experts
+    )
+    torch.manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        values = torch.randn(rows, columns) * columns**-0.5
+        return values.to(machine.torch_device, _DTYPES[dtype])
+
+    router, x = matrix(16, hidden), matrix(num, hidden) * hidden**0.5
+    gate_up, down = matrix(32 * inner, hidden), matrix(16 * hidden, inner)
+    weights = LayerWeights(x, x, x, x, router=router, experts_gate_up=gate_up, experts_down=down)
+    found = {}
+    for rows in (few, num):
+        scratch = Scratch.of(spec, rows, machine.torch_device, has_sums=False)
+        scratch.normed.copy_(x[:rows])
+        found[rows] = torch.zeros_like(x[:rows])
+        add_experts(found[rows], weights, spec, operations(spec)[name], scratch)
+    wide = x.double().cpu()
+    chosen = (wide @ router.double().cpu().t()).softmax(dim=-1).topk(experts.per_token)
+    gates = torch.einsum("th,eih->tei", wide, gate_up.double().cpu().view(16, -1, hidden))
+    gate, up = gates.chunk(2, dim=-1)
+    every = torch.einsum("tei,ehi->teh", torch.nn.functional.silu(gate) * up,
+                         down.double().cpu().view(16, hidden, -1))  # fmt: skip
+    shares = chosen.values / chosen.values.sum(dim=-1, keepdim=True)
+    places = chosen.indices[:, :, None].expand(-1, -1, hidden)
+    exact = (every.gather(1, places) * shares[:, :, None]).sum(dim=1)
+    errors = {
+        "experts": _largest(found[num], exact),
+        "experts of few rows against many": _largest(found[few], found[num][:few]),
+    }
+    _are_small(report, errors, {"ops": name, "dtype": dtype})
 
 
 def _spec(shape: Shape, dtype: str) -> ModelSpec:

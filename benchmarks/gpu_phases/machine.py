@@ -6,13 +6,14 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_kit import parts
 from benchmarks.gpu_kit.parts import NOTHING_KNOWN, Known, Part
+from kunserve.model.experts import Experts
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.cuda.driver import LIBRARY, Driver
 from tests.specs import model_spec
@@ -136,11 +137,32 @@ def _qwen2(
     )
 
 
+def _qwen3_moe(
+    name: str,
+    sizes: tuple[int, int, int, int, int],
+    heads: tuple[int, int, int],
+    experts: Experts,
+) -> ModelSpec:
+    return replace(
+        _qwen2(name, sizes, heads),
+        architecture="Qwen3MoeForCausalLM",
+        attention_bias=False,
+        qk_norm=True,
+        experts=experts,
+    )
+
+
 SHAPES = {
     "tiny": _qwen2("tiny", (4, 64, 96, 160, 512), (4, 2, 32)),
     "tiny-words": _qwen2("tiny-words", (4, 64, 96, 32_768, 512), (4, 2, 32)),
     "1.5b": _qwen2("qwen2.5-1.5b", (28, 1536, 8960, 151_936, 32_768), (12, 2, 128)),
     "7b": _qwen2("qwen2.5-7b", (28, 3584, 18_944, 152_064, 32_768), (28, 4, 128)),
     "14b": _qwen2("qwen2.5-14b", (48, 5120, 13_824, 152_064, 32_768), (40, 8, 128)),
+    "tiny-sparse": _qwen3_moe(
+        "tiny-sparse", (4, 64, 32, 160, 512), (4, 2, 32), Experts(6, 2, True)
+    ),
+    "30b-a3b": _qwen3_moe(
+        "qwen3-30b-a3b", (48, 2048, 768, 151_936, 32_768), (32, 4, 128), Experts(128, 8, True)
+    ),
 }
-"""Shapes of Qwen2.5; the weights are random."""
+"""Shapes of Qwen2.5, and of Qwen3 with experts; the weights are random."""

@@ -17,7 +17,16 @@ _LEAST_KV_BYTES = 8 * GIB
 
 
 def config_file(spec: ModelSpec) -> dict[str, object]:
-    """What a model folder says of a Qwen2 model."""
+    """What a model folder says of a Qwen2 model, or of Qwen3's with experts."""
+    sparse: dict[str, object] = {}
+    if spec.experts is not None:
+        sparse = {
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": spec.intermediate_size,
+            "num_experts": spec.experts.number,
+            "num_experts_per_tok": spec.experts.per_token,
+            "norm_topk_prob": spec.experts.normalised,
+        }
     return {
         "architectures": [spec.architecture],
         "model_type": "qwen2",
@@ -34,6 +43,7 @@ def config_file(spec: ModelSpec) -> dict[str, object]:
         "tie_word_embeddings": spec.tied_embeddings,
         "torch_dtype": "bfloat16",
         "eos_token_id": 2,
+        **sparse,
     }
 
 

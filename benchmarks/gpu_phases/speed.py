@@ -43,7 +43,7 @@ def run(machine: Machine, report: Report) -> None:
     names = ("7b", "14b") if machine.is_real else ("tiny",)
     sizes = (64, 16, 32, 128) if machine.is_real else (8, 16)
     kernels = "triton" if machine.is_real else "torch"
-    first = names[0]
+    first, sparse = names[0], "30b-a3b" if machine.is_real else "tiny-sparse"
     machine.do(
         *(Part(f"{n}, tokens by graphs", partial(_by_graphs, machine, report, n)) for n in names),
         Part("drawn as Qwen asks", partial(_drawn, machine, report, first)),
@@ -53,6 +53,7 @@ def run(machine: Machine, report: Report) -> None:
           for size in sizes),
         Part("plain torch, prompts", partial(_prompts, machine, report, first, "torch", sizes[0])),
         Part("plain torch, tokens", partial(_tokens, machine, report, first, "torch", sizes[0])),
+        Part(f"{sparse}, tokens by graphs", partial(_by_graphs, machine, report, sparse)),
     )  # fmt: skip
 
 
@@ -146,7 +147,10 @@ def _step(decoder: TorchDecoder, batch: StepBatch) -> None:
 
 
 def _bytes_read(spec: ModelSpec, num: int, context: int) -> int:
-    read = spec.num_layers * spec.layer_bytes + spec.head_bytes
+    layer_bytes = spec.layer_bytes
+    if spec.experts is not None:  # of those that so many tokens touch
+        layer_bytes = int(spec.read_params(num) * spec.dtype_bytes)
+    read = spec.num_layers * layer_bytes + spec.head_bytes
     return read + num * context * spec.num_layers * spec.unit_bytes(1)
 
 
@@ -216,12 +220,14 @@ def kv_cache(
 
 
 def _batch(spec: ModelSpec, lengths: list[int], context: int, block_size: int) -> StepBatch:
-    """The last tokens of sequences whose blocks lie in random order."""
+    """The last tokens of sequences whose blocks lie in random order; no two are alike, or they
+    would go to the same experts.
+    """
     num, width = len(lengths), -(-context // block_size)
     starts = np.random.default_rng(0).permutation(num * width) * spec.num_layers
     q_starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return StepBatch(
-        token_ids=np.zeros(int(q_starts[-1]), dtype=np.int32),
+        token_ids=np.arange(q_starts[-1], dtype=np.int32) % np.int32(spec.vocab_size),
         positions=np.concatenate(
             [np.arange(context - length, context) for length in lengths]
         ).astype(np.int32),

@@ -15,7 +15,6 @@ import torch
 from kunserve.core.layout import LayerRange
 from kunserve.engine.attention import TORCH_DTYPES, capped
 from kunserve.engine.cpu.decoder import Found, StepBatch, StepLimits, scaled
-from kunserve.engine.cpu.kernels.ops import Matrix
 from kunserve.engine.cpu.kernels.rope import rope_tables
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.model.spec import ModelSpec
@@ -30,6 +29,7 @@ from kunserve_extras.torch_body.graphs import (
 )
 from kunserve_extras.torch_body.ops.table import DeviceBatch, HeadNorms, Heads, Ops
 from kunserve_extras.torch_body.pinned import Sender
+from kunserve_extras.torch_body.scratch import Scratch
 from kunserve_extras.torch_body.whole_steps import WholeSteps
 
 _WARM_UP_POSITIONS = (0, 1, 0)
@@ -81,7 +81,6 @@ class TorchDecoder:
         none = torch.empty(0, 2, spec.head_dim // 2, device=self._device)
         self._angles = [none for _ in self._rope]
         """A table each, of which a layer has one."""
-        self._scratch: dict[str, torch.Tensor] = {}
         self._logits = torch.empty(0, spec.vocab_size, device=self._device)
         self._raw_logits = self._logits.to(self._dtype)
         """Before they are widened."""
@@ -90,9 +89,9 @@ class TorchDecoder:
         self._recorder = recorder
         self._recorded: list[tuple[LayerGraphs, GraphInputs]] = []
         """Steps of single tokens, and mixed ones."""
+        self._reserve_scratch(0)
         self._recorded_scratch = self._scratch
         """Graphs keep its addresses, so it stays when larger steps get larger buffers."""
-        self._reserve_scratch(0)
 
     def reserve(self, limits: StepLimits, record_within_s: float = RECORD_WITHIN_S) -> None:
         """Take all memory that steps within these limits need, and record what can be recorded.
@@ -106,6 +105,9 @@ class TorchDecoder:
         self._reserve_logits(limits.num_sampled)
         if limits.num_tokens >= len(_WARM_UP_POSITIONS):
             self._warm_up()
+        if self._spec.experts is not None and limits.num_tokens:
+            # Large steps may have kernels of their own.
+            self._add_experts(0, self._scratch, torch.zeros_like(self._scratch.normed))
         num_seqs = limits.most_single_tokens
         if self._recorder is not None and num_seqs:
             began_s = time.perf_counter()
@@ -164,7 +166,7 @@ class TorchDecoder:
         ask = None if whole is None else partial(self._run_whole, whole, scratch)
         graphs.record(sizes, begin, within_s, ask)
 
-    def _run_whole(self, whole: WholeSteps, scratch: dict[str, torch.Tensor], rows: int) -> None:
+    def _run_whole(self, whole: WholeSteps, scratch: Scratch, rows: int) -> None:
         """What is recorded of a whole step."""
         batch, hidden, angles = whole.begin(rows)
         torch.index_select(self._weights.embedding, 0, batch.token_ids, out=hidden)
@@ -196,26 +198,16 @@ class TorchDecoder:
         return whole.logits[:num], whole.found(num)
 
     def _reserve_scratch(self, num_tokens: int) -> None:
-        spec = self._spec
-        widths = {
-            "normed": spec.hidden_size,
-            "qkv": spec.qkv_size,
-            "mixed": spec.q_size,
-            "gate_up": 2 * spec.intermediate_size,
-            "gated": spec.intermediate_size,
-        }
-        self._scratch = {
-            name: torch.zeros(num_tokens, width, dtype=self._dtype, device=self._device)
-            for name, width in widths.items()
-        }
+        has_sums = self._add_up is not None
+        self._scratch = Scratch.of(self._spec, num_tokens, self._device, has_sums=has_sums)
 
     @property
     def buffer_bytes(self) -> int:
         """Memory of activations, logits and positions."""
-        tensors = (*self._scratch.values(), self._logits, *self._angles)
+        tensors = self._logits, *self._angles
         tensors += () if self._dtype == torch.float32 else (self._raw_logits,)
         inputs_bytes = sum(inputs.num_bytes for _, inputs in self._recorded)
-        return inputs_bytes + sum(tensor.nbytes for tensor in tensors)
+        return self._scratch.num_bytes + inputs_bytes + sum(tensor.nbytes for tensor in tensors)
 
     def set_layers(self, layers: LayerRange) -> None:
         """The layers that ``forward`` computes from now on; all of them at first."""
@@ -251,7 +243,7 @@ class TorchDecoder:
                 return hidden
         if self.graph_counts is not None:
             self.graph_counts.eager_steps += 1
-        if batch.num_tokens > len(self._scratch["qkv"]):
+        if batch.num_tokens > self._scratch.num_tokens:
             self._reserve_scratch(batch.num_tokens)
         on_device = DeviceBatch.of(batch, self._block_size, self._device)
         angles = [table.index_select(0, on_device.positions) for table in self._angles]
@@ -315,10 +307,11 @@ class TorchDecoder:
         hidden: torch.Tensor,
         angles: Sequence[torch.Tensor],
         batch: DeviceBatch,
-        scratch: dict[str, torch.Tensor],
+        scratch: Scratch,
     ) -> None:
         spec, ops, weights = self._spec, self._ops, self._weights.layers[layer]
-        normed, qkv, mixed, gate_up, gated = (tensor[: len(hidden)] for tensor in scratch.values())
+        scratch = scratch.first(len(hidden))
+        normed, qkv, mixed = scratch.normed, scratch.qkv, scratch.mixed
         ops.rms_norm(hidden, weights.input_norm, spec.rms_eps, normed)
         _linear(normed, weights.qkv, weights.qkv_bias, qkv)
         heads, norms = self._heads(qkv, weights)
@@ -327,18 +320,17 @@ class TorchDecoder:
         self._add(mixed, weights.o, weights.o_bias, weights.attention_out_norm, normed, hidden)
         ops.rms_norm(hidden, weights.post_norm, spec.rms_eps, normed)
         if spec.experts is not None:
-
-            def run_expert(x: torch.Tensor, gate_up_of: Matrix, down_of: Matrix) -> torch.Tensor:
-                inner = x.new_empty(len(x), down_of.shape[1])
-                ops.gate_mul(x @ gate_up_of.t(), inner)
-                return inner @ down_of.t()
-
-            first, add_up = self._first_expert, self._add_up
-            add_experts(normed, hidden, weights, spec, run_expert, first, add_up)
+            self._add_experts(layer, scratch, hidden)
             return
+        gate_up, gated = scratch.gate_up, scratch.gated
         _linear(normed, weights.gate_up, weights.gate_up_bias, gate_up)
         ops.gate_mul(gate_up, gated)
         self._add(gated, weights.down, weights.down_bias, weights.mlp_out_norm, normed, hidden)
+
+    def _add_experts(self, layer: int, scratch: Scratch, hidden: torch.Tensor) -> None:
+        """Of the scratch's ``normed``, which has as many rows."""
+        weights, first, add_up = self._weights.layers[layer], self._first_expert, self._add_up
+        add_experts(hidden, weights, self._spec, self._ops, scratch, first, add_up)
 
     def _add(
         self,

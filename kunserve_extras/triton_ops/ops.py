@@ -9,6 +9,7 @@ import triton
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.ops.table import DeviceBatch, HeadNorms, Heads
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
+from kunserve_extras.triton_ops.expert_ops import ExpertOps
 from kunserve_extras.triton_ops.recorder import TorchRecorder
 from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
 from kunserve_extras.triton_ops.tiles import LEAST_PART_KEYS, AttentionTiles, tiles_for
@@ -29,11 +30,11 @@ def place_warps(group_pad: int, pad: int) -> int:
     return max(1, min(4, group_pad * pad // 256))
 
 
-class TritonOps:
+class TritonOps(ExpertOps):
     """Implements ``Ops`` for a model on a CUDA device, or in Triton's interpreter."""
 
     def __init__(self, spec: ModelSpec, tiles: AttentionTiles | None = None) -> None:
-        self._spec = spec
+        super().__init__(spec)
         self._group = spec.num_heads // spec.num_kv_heads
         self._head_pad = max(_LEAST_PAD, triton.next_power_of_2(spec.head_dim))
         device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.ops.expert_room import ExpertRoom
 from kunserve_extras.torch_body.ops.reference import ReferenceOps
 from kunserve_extras.torch_body.ops.table import DeviceBatch
 from tests.fakecuda.library import FakeCuda
@@ -42,5 +43,7 @@ def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
             yield one
         elif isinstance(one, tuple):
             yield from _tensors(one)
+        elif isinstance(one, ExpertRoom):
+            yield from one.tensors
         elif isinstance(one, DeviceBatch):
             yield from (one.entries, one.offsets, one.tables, one.q_starts, one.context_lens)

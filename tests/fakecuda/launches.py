@@ -11,6 +11,7 @@ from kunserve_extras.torch_body.ops.reference import ReferenceOps
 from tests.tape import Tape
 
 KERNELS = {"rms_norm": 1, "gate_mul": 1, "place": 1, "attend": 3}
+KERNELS |= {"route": 3, "run_experts": 2, "sum_experts": 1}
 """Of Triton, of which each operation of ``ReferenceOps`` stands for so many in a mixed step."""
 _NOTHING = ("aten.empty", "aten.lift_fresh", "aten.detach", "aten._to_copy")
 """Memory that torch has already, and numbers of the host."""

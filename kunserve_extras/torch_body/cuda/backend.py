@@ -27,12 +27,13 @@ from kunserve_extras.torch_body.cuda.driver import LIBRARY, Driver
 from kunserve_extras.torch_body.cuda.host_kv import PinnedKv
 from kunserve_extras.torch_body.cuda.pages import DevicePages
 from kunserve_extras.torch_body.decoder import TorchDecoder
-from kunserve_extras.torch_body.experts import expert_bytes
 from kunserve_extras.torch_body.graphs import MIXED_ROWS, Recorder
 from kunserve_extras.torch_body.histories import HISTORY_BYTES
+from kunserve_extras.torch_body.ops.expert_room import expert_bytes
 from kunserve_extras.torch_body.ops.reference import ReferenceOps
 from kunserve_extras.torch_body.ops.table import Ops, sums_bytes
 from kunserve_extras.torch_body.sampler import ROWS_AT_ONCE, ROWS_SORTED, TorchSampler
+from kunserve_extras.torch_body.scratch import dense_size
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +139,9 @@ class CudaBackend(OneMemory):
         """See ``Backend``.
 
         Beside what the CPU needs: gate and up apart, logits in the model's type, drawing, sums of
-        attention, what experts take, and what recorded steps read.
+        attention, what experts make of tokens, and what recorded steps read.
         """
-        gate_up = limits.num_tokens * 2 * spec.intermediate_size * spec.dtype_bytes
+        gate_up = limits.num_tokens * 2 * dense_size(spec) * spec.dtype_bytes
         logits = limits.num_sampled * spec.vocab_size * spec.dtype_bytes
         drawing = drawing_bytes(spec, limits)
         if self._attention == "flashinfer":
@@ -167,19 +168,12 @@ class CudaBackend(OneMemory):
     ) -> StepDecoder:
         """See ``Backend``."""
         kv, ops = kv_in(memory.shards[0], self.device), self.open_ops(spec, config)
-        recorder = self._open_recorder(spec, config)
+        recorder = self._open_recorder(config)
         return TorchDecoder(spec, weights, kv, config.block_size, ops, recorder)
 
-    def _open_recorder(self, spec: ModelSpec, config: InstanceConfig) -> Recorder | None:
+    def _open_recorder(self, config: InstanceConfig) -> Recorder | None:
         """What records steps, if they are to be recorded: with our own kernels only."""
         if config.enforce_eager or config.attention != "fused":
-            return None
-        if spec.experts is not None:
-            logger.info(
-                "no steps are recorded as graphs: which experts of %s compute is known in each "
-                "step only",
-                spec.name,
-            )
             return None
         if self.device.type != "cuda":
             return self._recorder

@@ -6,6 +6,7 @@ import torch.nn.functional as functional
 
 from kunserve.engine.attention import capped
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.ops.expert_room import ExpertRoom
 from kunserve_extras.torch_body.ops.table import DeviceBatch, HeadNorms, Heads
 
 
@@ -116,6 +117,61 @@ class ReferenceOps:
         # What was never written may be no number, and 0 times that is none either.
         v = v.masked_fill(hidden[:, None, :, None], 0.0)
         out.copy_(torch.einsum("skgt,sktd->skgd", weights, v).reshape(num, -1))
+
+    def route(
+        self, x: torch.Tensor, router: torch.Tensor, first_expert: int, room: ExpertRoom
+    ) -> None:
+        """See ``Ops``. Nothing is ordered."""
+        experts = self._spec.experts
+        assert experts is not None
+        torch.mm(x.float(), router.float().t(), out=room.logits)
+        logits = room.logits[:, : experts.number]
+        ranked = torch.sort(logits, dim=-1, descending=True, stable=True).indices
+        chosen = ranked[:, : experts.per_token].sort(dim=-1).values
+        shares = logits.softmax(dim=-1).gather(1, chosen)
+        if experts.normalised:
+            shares = shares / shares.sum(dim=-1, keepdim=True)
+        room.chosen.copy_(chosen)
+        room.shares.copy_(shares)
+
+    def run_experts(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        first_expert: int,
+        room: ExpertRoom,
+    ) -> None:
+        """See ``Ops``. Every held expert computes every row, because nobody asks whose they are."""
+        held, hidden = len(room.starts) - 1, x.shape[1]
+        each = gate_up.view(held, -1, hidden), down.view(held, hidden, -1)
+        for own, (gate_up_of, down_of) in enumerate(zip(*each, strict=True)):
+            inner = x.new_empty(len(x), down_of.shape[1])
+            self.gate_mul(x @ gate_up_of.t(), inner)
+            found = inner @ down_of.t()
+            is_chosen = room.chosen == own + first_expert
+            torch.where(is_chosen[:, :, None], found[:, None], room.products, out=room.products)
+
+    def sum_experts(
+        self,
+        first_expert: int,
+        room: ExpertRoom,
+        shared: torch.Tensor | None,
+        hidden: torch.Tensor | None,
+    ) -> None:
+        """See ``Ops``."""
+        held = len(room.starts) - 1
+        is_other = (room.chosen < first_expert) | (room.chosen >= first_expert + held)
+        sums = torch.zeros_like(room.products[:, 0], dtype=torch.float32)
+        for place in range(room.chosen.shape[1]):
+            parts = room.products[:, place].float() * room.shares[:, place, None]
+            sums += parts.masked_fill(is_other[:, place, None], 0.0)
+        if shared is not None:
+            sums += shared.float() * room.logits[:, -1:].sigmoid()
+        if hidden is None:
+            room.sums.copy_(sums)
+        else:
+            hidden.add_(sums.to(hidden.dtype))
 
 
 def _turn(heads: torch.Tensor, angles: torch.Tensor) -> None:

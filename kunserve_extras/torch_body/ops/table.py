@@ -8,6 +8,7 @@ import torch
 
 from kunserve.engine.attention import StepBatch
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.ops.expert_room import ExpertRoom
 
 _LEAST_PARTS, _MOST_PARTS = 16, 64
 _PROGRAMS = 256
@@ -134,4 +135,40 @@ class Ops(Protocol):
         self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor
     ) -> None:
         """Attention of ``q`` [T, heads, head_dim] over what the units hold, into ``out``."""
+        ...
+
+    def route(
+        self, x: torch.Tensor, router: torch.Tensor, first_expert: int, room: ExpertRoom
+    ) -> None:
+        """Choose the experts of the rows of ``x``, of equal ones the first, and order the pairs of
+        those that are held: from ``first_expert`` on. ``pairs`` and ``starts`` are for
+        ``run_experts`` of the same table only.
+        """
+        ...
+
+    def run_experts(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        first_expert: int,
+        room: ExpertRoom,
+    ) -> None:
+        """Into ``room.products`` what each held expert makes of the rows of ``x`` that chose it.
+
+        ``gate_up`` [held * 2 inner, hidden] and ``down`` [held * hidden, inner] are those of all.
+        """
+        ...
+
+    def sum_experts(
+        self,
+        first_expert: int,
+        room: ExpertRoom,
+        shared: torch.Tensor | None,
+        hidden: torch.Tensor | None,
+    ) -> None:
+        """Add up the products of held experts by their shares, in the order of their numbers and in
+        float32, then ``shared`` [T, hidden] by the sigmoid of its logit. Added to ``hidden`` [T,
+        hidden], rounded first; where that is None it is left in ``room.sums``.
+        """
         ...

@@ -2,7 +2,6 @@
 transformers, with steps recorded or not, and with layers and KV as bytes.
 """
 
-import logging
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -32,7 +31,7 @@ from kunserve_extras.torch_body.graphs import GraphCounts
 from tests.direct_engine import DirectEngine, prepare_all
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tape import TapeRecorder
-from tests.tiny_models import KINDS, VOCAB, expected_tokens, save_with_answers
+from tests.tiny_models import KINDS, SPARSE_KINDS, VOCAB, expected_tokens, save_with_answers
 
 NUM_LAYERS = 4
 NUM_TOKENS = 8
@@ -94,7 +93,7 @@ class CountedBackend(CudaBackend):
         return self.made.graph_counts
 
 
-@pytest.mark.parametrize("saved", ["mistral", "qwen3"], indirect=True)
+@pytest.mark.parametrize("saved", ["mistral", "qwen3", *SPARSE_KINDS], indirect=True)
 def test_recorded_steps_outlive_transitions(
     fake: FakeCuda, saved: tuple[Path, list[list[int]]]
 ) -> None:
@@ -143,18 +142,6 @@ def test_eager_steps_are_not_recorded(fake: FakeCuda, saved: tuple[Path, list[li
     with closing(open_body(folder, 0, recorder, eager=True)) as body:
         assert recorder.num_recorded == 0
         assert DirectEngine([(body, WHOLE)]).generate(PROMPTS, NUM_TOKENS) == expected
-
-
-@pytest.mark.parametrize("saved", ["qwen3_moe"], indirect=True)
-def test_steps_of_sparse_models_are_not_recorded(
-    fake: FakeCuda, saved: tuple[Path, list[list[int]]], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Which experts compute is not known before."""
-    folder, expected = saved
-    recorder = TapeRecorder()
-    with caplog.at_level(logging.INFO), closing(open_body(folder, 0, recorder)) as body:
-        assert recorder.num_recorded == 0 and "no steps are recorded as graphs" in caplog.text
-        assert DirectEngine([(body, WHOLE)]).generate(PROMPTS, NUM_TOKENS, 5) == expected
 
 
 def test_layers_and_kv_pass_as_bytes(fake: FakeCuda, saved: tuple[Path, list[list[int]]]) -> None:

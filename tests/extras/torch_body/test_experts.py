@@ -18,10 +18,9 @@ from kunserve.engine.weights.packing import pack
 from kunserve.model.experts import Experts
 from kunserve.model.packed import PackedField, PackedWeights, Run, WeightFormat
 from kunserve.model.spec import ModelSpec
-from kunserve_extras.torch_body.experts import add_experts, choose
 from tests.specs import model_spec
 from tests.unit.engine.cpu.test_packed import stored
-from tests.unit.engine.reference_attention import run_expert
+from tests.unit.engine.reference_experts import add_experts, choose
 
 HIDDEN, INNER = 72, 40
 NO_FIELDS = PackedWeights("gguf", (), (), 0, 0, 0)
@@ -123,7 +122,7 @@ def test_the_kernel_is_torch(
     spec = sparse_spec(*shape, normalised, shared_size=shared_size)
     layer, rows = random_layer(spec, seed), random_rows(spec, num, seed + 1)
     expected = torch.zeros_like(rows)
-    add_experts(rows, expected, layer, spec, run_expert)
+    add_experts(rows, expected, layer, spec)
     found = computed(spec, layer, rows, threads)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -158,7 +157,7 @@ def test_quantised_experts_are_those_of_torch_in_any_batch(
     spec = dataclasses.replace(spec, hidden_size=64, intermediate_size=96, packed=NO_FIELDS)
     layer, rows = packed_layer(spec, kind), random_rows(spec, 40)
     expected = torch.zeros_like(rows)
-    add_experts(rows, expected, layer, spec, run_expert)
+    add_experts(rows, expected, layer, spec)
     whole = computed(spec, layer, rows)
     torch.testing.assert_close(whole, expected, rtol=1e-3, atol=1e-3)
     assert torch.equal(computed(spec, layer, rows[which], threads), whole[which])
@@ -186,7 +185,7 @@ def test_of_equal_probabilities_the_first_experts_are_chosen(normalised: bool) -
     assert chosen.tolist() == [[7, 13, 0, 1]]
     assert weights[0, 0] == weights[0, 1] > weights[0, 2] == weights[0, 3]
     expected = torch.zeros_like(rows)
-    add_experts(rows, expected, layer, spec, run_expert)
+    add_experts(rows, expected, layer, spec)
     torch.testing.assert_close(computed(spec, layer, rows), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -78,7 +78,9 @@ def open_body(
     )
 
 
-def tokens(folder: Path, device: torch.device, is_eager: bool) -> list[list[list[int]]]:
+def tokens(
+    folder: Path, device: torch.device, is_eager: bool, spec: ModelSpec = SPEC
+) -> list[list[list[int]]]:
     """Of all kinds of sampling: alone, through two stages after a drop, and after the restore."""
     generator = np.random.default_rng(0)
     prompts = [
@@ -87,7 +89,8 @@ def tokens(folder: Path, device: torch.device, is_eager: bool) -> list[list[list
     found = []
     with ExitStack() as stack:
         pair = [
-            stack.enter_context(closing(open_body(folder, n, device, is_eager))) for n in range(2)
+            stack.enter_context(closing(open_body(folder, n, device, is_eager, spec)))
+            for n in range(2)
         ]
         found.append(DirectEngine([(pair[0], WHOLE)]).generate(prompts, 8, 32, SAMPLING))
         stages = (LayerRange(0, 2), LayerRange(2, 4))
@@ -103,13 +106,15 @@ def tokens(folder: Path, device: torch.device, is_eager: bool) -> list[list[list
     return found
 
 
+@pytest.mark.parametrize("shape", ["tiny", "tiny-sparse"])
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_steps_of_a_device_mix_nothing(tmp_path: Path, is_eager: bool) -> None:
+def test_steps_of_a_device_mix_nothing(tmp_path: Path, is_eager: bool, shape: str) -> None:
     FakeCuda(FAKE_GRANULARITY_BYTES, 64 * MIB)
-    folder = write_model(SPEC, tmp_path / "model")
-    expected = tokens(folder, torch.device("cpu"), is_eager)
+    spec = SHAPES[shape]
+    folder = write_model(spec, tmp_path / "model")
+    expected = tokens(folder, torch.device("cpu"), is_eager, spec)
     with StrictDevice() as strict:
-        found = tokens(folder, DEVICE, is_eager)
+        found = tokens(folder, DEVICE, is_eager, spec)
     assert found == expected and strict.num_checked > 1000
     assert found[0] == found[1] == found[2]
 
@@ -198,6 +203,22 @@ def test_a_recorded_mixed_step_is_asked_for_in_a_few_launches(
     recorded, after = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=False)
     assert recorded == eager
     assert 11 * 16 <= before < 12 * 16 and after <= 7
+
+
+def test_steps_with_experts_are_recorded_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of experts: a layer's MLP is six kernels in place of three, recorded or not.
+
+    An expert after the other, Qwen3-30B-A3B's 128 would be a thousand.
+    """
+    FakeCuda(FAKE_GRANULARITY_BYTES, 256 * MIB)
+    spec = replace(SHAPES["tiny-sparse"], num_layers=16)
+    folder = write_model(spec, tmp_path / "model")
+    eager, before = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=True)
+    recorded, after = launches_of_a_mixed_step(folder, spec, monkeypatch, is_eager=False)
+    assert recorded == eager
+    assert 14 * 16 <= before < 15 * 16 and after <= 7
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -36,8 +36,10 @@ ROOT = Path(__file__).parents[3]
 KERNELS, MODELS = (f"tests/unit/engine/interpreted_{what}.py" for what in ("kernels", "models"))
 COMPILED = Path(tempfile.gettempdir()) / f"kunserve-triton-{os.getuid()}"
 """Kept for the next run. Triton looks for a kernel there by all that it was made of."""
-ATTENTION, OTHERS = 3, 3
-"""Kernels of each shape, and those of each type."""
+EXPERTS = "tests/unit/engine/interpreted_experts.py"
+ATTENTION, OTHERS, SPARSE = 3, 3, 6
+"""Kernels of each shape, those of each type, and those of a sparse MLP in place of one of these.
+Two of the last have tiles of two kinds for half precision."""
 
 
 def run(arguments: list[str], **variables: str) -> str:
@@ -64,6 +66,10 @@ def test_they_do_what_plain_torch_does() -> None:
     interpret(KERNELS)
 
 
+def test_experts_do_what_they_do_on_a_cpu() -> None:
+    interpret(EXPERTS)
+
+
 @pytest.mark.slow
 def test_so_they_do_in_every_shape_and_in_whole_models() -> None:
     interpret("-m", "slow", KERNELS)
@@ -82,7 +88,7 @@ def check_fit(output: str, num_kernels: int) -> None:
 def test_they_fit_an_h100() -> None:
     """No device is needed for that. A register that is spilled is read from slow memory."""
     output = run(["-m", "tests.unit.engine.compiled_kernels"], TRITON_CACHE_DIR=str(COMPILED))
-    check_fit(output, num_kernels=3 * ATTENTION + 2 * OTHERS)
+    check_fit(output, num_kernels=3 * ATTENTION + 2 * OTHERS + 2 * SPARSE + 2)
 
 
 @pytest.mark.slow
@@ -90,7 +96,7 @@ def test_so_they_do_in_every_shape(tmp_path: Path) -> None:
     output = run(
         ["-m", "tests.unit.engine.compiled_kernels", "all"], TRITON_CACHE_DIR=str(tmp_path)
     )
-    check_fit(output, num_kernels=8 * ATTENTION + 2 * OTHERS)
+    check_fit(output, num_kernels=8 * ATTENTION + 2 * OTHERS + 3 * (2 * SPARSE + 2))
 
 
 @pytest.mark.slow
@@ -141,9 +147,16 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[str]]]:
     yield found
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "num_kernels"),
+    [
+        ("mistral", ATTENTION + OTHERS),
+        ("qwen3", ATTENTION + OTHERS),
+        ("qwen3_moe", ATTENTION + OTHERS - 1 + SPARSE),
+    ],
+)
 def test_nothing_is_compiled_after_the_start(
-    kind: str, variants: dict[str, set[str]], tmp_path: Path
+    kind: str, num_kernels: int, variants: dict[str, set[str]], tmp_path: Path
 ) -> None:
     """Whatever the batch, and in whatever layer: numbers of 1 and of 16 are among them."""
     num_layers = 18
@@ -158,7 +171,7 @@ def test_nothing_is_compiled_after_the_start(
     )
     with closing(body):
         at_start = {name: set(keys) for name, keys in variants.items()}
-        assert len(at_start) == ATTENTION + OTHERS
+        assert len(at_start) == num_kernels
         engine = DirectEngine([(body, LayerRange(0, num_layers))])
         draw = np.random.default_rng(0)
         for lengths, chunk_size in (([1], 64), ([1] * 16, 64), ([3, 130], 64), ([16] * 3, 16)):

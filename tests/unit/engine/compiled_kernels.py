@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kunserve.model.experts import Experts
+from kunserve.model.spec import ModelSpec
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
+from kunserve_extras.triton_ops.expert_ops import (
+    ORDER_PIECE,
+    SUM_PIECE,
+    ExpertTile,
+    choose_constants,
+    expert_tiles,
+    group_constants,
+    router_tile,
+)
+from kunserve_extras.triton_ops.experts import (
+    choose_kernel,
+    down_kernel,
+    gate_kernel,
+    order_kernel,
+    router_kernel,
+    sum_kernel,
+)
 from kunserve_extras.triton_ops.ops import place_warps
 from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
 from kunserve_extras.triton_ops.tiles import LEAST_PART_KEYS, Tile, tiles_for
@@ -26,8 +46,9 @@ from tests.specs import model_spec
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 FLOATS = {"q", "kv", "out", "x", "weight", "gate_up", "k", "v", "q_weight", "k_weight"}
-FLOAT32S = {"sums", "angles"}
-INTS = {"tables", "q_starts", "context_lens", "entries", "offsets"}
+FLOATS |= {"router", "gated", "down", "products", "shared"}
+FLOAT32S = {"sums", "angles", "logits", "shares"}
+INTS = {"tables", "q_starts", "context_lens", "entries", "offsets", "chosen", "pairs", "starts"}
 NO_TILE = Tile(0, 0, 4, 3)
 SHAPES = [  # heads, KV heads, head_dim, block size
     (40, 8, 128, 64),
@@ -36,6 +57,12 @@ SHAPES = [  # heads, KV heads, head_dim, block size
     (16, 8, 256, 64),
 ]
 NUM_MAIN_SHAPES = 2
+SPARSE = [  # hidden, inner and experts of Qwen3-30B-A3B, Mixtral 8x7B, Qwen1.5-MoE-A2.7B
+    (2048, 768, Experts(128, 8, normalised=True)),
+    (4096, 14336, Experts(8, 2, normalised=True)),
+    (2048, 1408, Experts(60, 4, normalised=False, shared_size=5632)),
+]
+NUM_MAIN_SPARSE = 1
 
 
 def compile_kernel(
@@ -83,6 +110,33 @@ def place_variant(
     return constants, Tile(0, 0, place_warps(group_pad, pad), 3)
 
 
+def expert_variants(spec: ModelSpec) -> Iterator[tuple[Any, dict[str, Any], Tile]]:
+    """Each kernel of a sparse MLP with what ``ExpertOps`` gives it, and its threads."""
+    experts, hidden = spec.experts, spec.hidden_size
+    assert experts is not None
+    tile = router_tile(spec.dtype)
+    own = {"LOGITS": experts.num_logits, "HIDDEN": hidden}
+    yield router_kernel, own | tile.constants, threads(tile)
+    yield choose_kernel, choose_constants(experts), NO_TILE
+    own = {"EXPERTS": experts.held, "PIECE": ORDER_PIECE}
+    yield order_kernel, own, Tile(0, 0, 8, 3)
+    sizes = group_constants(experts) | {"HIDDEN": hidden, "INNER": spec.intermediate_size}
+    for are_many in (False, True)[: 1 if spec.dtype == "float32" else 2]:
+        tiles = expert_tiles(spec.dtype, are_many=are_many)
+        own = sizes | {"CHOICES": experts.per_token, "GELU": False}
+        yield gate_kernel, own | tiles.gate.constants, threads(tiles.gate)
+        yield down_kernel, sizes | tiles.down.constants, threads(tiles.down)
+    has_shared = experts.shared_size is not None
+    own = {"EXPERTS": experts.held, "CHOICES": experts.per_token, "LOGITS": experts.num_logits}
+    own |= {"WIDTH": hidden, "SHARED": has_shared, "ADDS": True, "PIECE": SUM_PIECE}
+    yield sum_kernel, own, NO_TILE
+
+
+def threads(tile: ExpertTile) -> Tile:
+    """A product's, as of attention."""
+    return Tile(0, 0, tile.num_warps, tile.num_stages)
+
+
 def resources(built: Any) -> tuple[int, int, int]:
     """Bytes of shared memory, registers, and bytes of each thread that were spilled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -125,3 +179,7 @@ if __name__ == "__main__":
         say(rms_norm_kernel, dtype, {"WIDTH": 5120, "PAD": 8192, "OFFSET": False})
         say(gate_mul_kernel, dtype, {"WIDTH": 13824, "PIECE": 1024, "GELU": False})
         say(place_kernel, dtype, *place_variant(40, 8, 128, 64, norms_heads=True, is_gemma=False))
+        for hidden, inner, experts in SPARSE[: None if is_all else NUM_MAIN_SPARSE]:
+            sparse = {"hidden_size": hidden, "intermediate_size": inner, "experts": experts}
+            for variant in expert_variants(model_spec(**sparse, dtype=dtype)):
+                say(variant[0], dtype, *variant[1:])

@@ -21,9 +21,9 @@ from tests.tiny_models import GEMMAS, VOCAB, expected_tokens, tiny_model
 from tests.unit.engine.interpreted_kernels import CPU
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen3", *GEMMAS])
+@pytest.mark.parametrize("kind", ["mistral", "qwen3", *GEMMAS, "qwen2_moe", "qwen3_moe"])
 def test_a_whole_model(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window, norms of heads, all of Gemma; over a stand-in for the driver, in blocks of 8."""
+    """A window, norms of heads, all of Gemma, experts; over a stand-in for the driver."""
     monkeypatch.setattr(CudaBackend, "open_ops", lambda _, spec, config: TritonOps(spec))
     model = tiny_model(kind, 2)
     model.save_pretrained(tmp_path)

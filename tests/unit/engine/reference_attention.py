@@ -15,7 +15,7 @@ from kunserve.engine.cpu.kernels.ops import Finish, Matrix, linear, rms_norm
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
 from kunserve.model.spec import ModelSpec
-from kunserve_extras.torch_body.experts import add_experts
+from tests.unit.engine.reference_experts import add_experts
 
 
 class FusedAttention:
@@ -135,7 +135,7 @@ class ReferenceDecoder(Decoder):
         self._add(gated, weights.down, weights.down_bias, weights.mlp_out_norm, hidden)
 
     def _add_experts(self, layer: int, normed: torch.Tensor, hidden: torch.Tensor) -> None:
-        add_experts(normed, hidden, self._weights.layers[layer], self._spec, run_expert)
+        add_experts(normed, hidden, self._weights.layers[layer], self._spec)
 
     def _add(
         self,
@@ -151,10 +151,6 @@ class ReferenceDecoder(Decoder):
             return
         product = linear(x, weight, bias, self._scratch("normed", len(x)))
         hidden += rms_norm(product, norm, self._spec.rms_eps, product, self._norm_offset)
-
-
-def run_expert(x: torch.Tensor, gate_up: Matrix, down: Matrix) -> torch.Tensor:
-    return linear(linear(x, gate_up, finish=Finish.SWIGLU), down, finish=Finish.FLOAT)
 
 
 class FedAlikeDecoder(ReferenceDecoder):

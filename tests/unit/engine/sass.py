@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kunserve.model.experts import Experts
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
+from kunserve_extras.triton_ops.experts import down_kernel, gate_kernel, router_kernel
 from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
 from kunserve_extras.triton_ops.tiles import LEAST_PART_KEYS, Tile, tiles_for
 from tests.specs import model_spec
@@ -26,6 +28,7 @@ from tests.unit.engine.compiled_kernels import (
     CUOBJDUMP,
     NO_TILE,
     compile_kernel,
+    expert_variants,
     place_variant,
     resources,
 )
@@ -35,6 +38,8 @@ LEAST_WIDTH = 1024
 MOST_SHARED_BYTES = 227 * 1024
 WIDE = re.compile(r"\b(?:LDG|LDGSTS)\.[\w.]*128\b")
 TENSOR_CORES = re.compile(r"\b(?:HMMA|HGMMA|QGMMA)\.")
+ALIKE = re.compile(r"\bHGMMA\.64x\d+x16\.F32\b")
+OTHERWISE = re.compile(r"\b(?:HMMA|QGMMA)\.|\bHGMMA\.(?!64x\d+x16\.F32\b)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Model:
     is_gemma: bool = False
     norms_heads: bool = False
     """Each head of queries and keys by itself."""
+    experts: Experts | None = None
 
     def spec(self, dtype: str) -> ModelSpec:
         """As far as tiles need it."""
@@ -59,6 +65,7 @@ class Model:
             head_dim=self.head_dim,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
+            experts=self.experts,
             dtype=dtype,
         )
 
@@ -70,7 +77,13 @@ MODELS = {
     "qwen3-32b": Model(64, 8, 128, 5120, 25600, norms_heads=True),
     "gemma-2-9b": Model(16, 8, 256, 3584, 14336, cap=50.0, is_gemma=True),
     "gemma-3-27b": Model(32, 16, 128, 5376, 21504, is_gemma=True, norms_heads=True),
+    "qwen3-30b-a3b": Model(32, 4, 128, 2048, 768, norms_heads=True, experts=Experts(128, 8, True)),
+    "mixtral-8x7b": Model(32, 8, 128, 4096, 14336, experts=Experts(8, 2, True)),
 }
+PRODUCTS = (attention_kernel, part_kernel, router_kernel, gate_kernel, down_kernel)
+"""Which tensor cores are for."""
+GROUPED = (gate_kernel, down_kernel)
+
 Variant = tuple[Any, dict[str, Any], Tile]
 
 
@@ -96,6 +109,8 @@ def variants(model: Model, dtype: str) -> Iterator[Variant]:
         model.heads, model.kv_heads, dim, 64, norms_heads=model.norms_heads, is_gemma=model.is_gemma
     )
     yield place_kernel, constants, tile
+    if model.experts is not None:
+        yield from expert_variants(model.spec(dtype))
 
 
 def disassemble(cubin: bytes) -> str:
@@ -112,15 +127,19 @@ def faults(
 ) -> list[str]:
     """What a fast kernel would not have, in words. Rows of a head are too short to be wide."""
     shared_bytes, registers, spilled_bytes = used
-    is_attention = kernel in (attention_kernel, part_kernel)
-    is_wide = is_attention or constants.get("WIDTH", 0) >= LEAST_WIDTH
+    is_product = kernel in PRODUCTS
+    is_wide = is_product or constants.get("WIDTH", 0) >= LEAST_WIDTH
     is_half = dtype != "float32"
     checks = {
         f"{spilled_bytes} bytes spilled": spilled_bytes > 0,
         f"{registers} registers": registers > 255,
         f"{shared_bytes} bytes of shared memory": shared_bytes > MOST_SHARED_BYTES,
         "no load of 16 bytes": is_wide and not WIDE.search(sass),
-        "no tensor cores": is_attention and is_half and not TENSOR_CORES.search(sass),
+        "no tensor cores": is_product and is_half and not TENSOR_CORES.search(sass),
+        # Of few rows and of many, or a token's bits would depend on how many there are.
+        "not one kind of products": kernel in GROUPED
+        and is_half
+        and not (ALIKE.search(sass) and not OTHERWISE.search(sass)),
         "tensor cores for float32": not is_half and bool(TENSOR_CORES.search(sass)),
     }
     return [what for what, is_so in checks.items() if is_so]
