@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks.markdown import Row, markdown
 from benchmarks.paper.points import KeptRun, Point, RunFigures, RunKey, kept, run_missing
 
-SHOWN = ("P50 TTFT", "P99 TTFT", "P50 TPOT", "P99 TPOT")
+SHOWN = ("P50 TTFT", "P99 TTFT", "P50 TPOT", "P99 TPOT", "output")
 
 
 def run_study(
