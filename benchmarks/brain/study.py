@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from benchmarks.markdown import Row, markdown
 from benchmarks.paper.points import KeptRun, Point, RunFigures, RunKey, kept, run_missing
 
-SHOWN = ("P50 TTFT", "P99 TTFT", "P50 TPOT", "P99 TPOT")
+SHOWN = ("P50 TTFT", "P99 TTFT", "P50 TPOT", "P99 TPOT", "output")
 
 
 def run_study(
@@ -20,18 +20,20 @@ def run_study(
 ) -> None:
     """The command of a study: run what its kept results lack, or print their table.
 
-    The first of the variants is what all others are held against.
+    The first of the variants is what all others are held against, unless ``--base`` names one.
     """
     parser = argparse.ArgumentParser(description=text.splitlines()[0])
     parser.add_argument("--table", action="store_true", help="print the table of what is kept")
     parser.add_argument("--again", action="store_true", help="also run what other code has run")
+    parser.add_argument("--base", default=variants[0], help="what a table holds others against")
     parser.add_argument("--points", nargs="+", default=[one.name for one in points])
     parser.add_argument("--variants", nargs="+", default=list(variants))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(seeds))
     options = parser.parse_args()
     known = kept(name)
     if options.table:
-        print(markdown(list(table(known, points, variants))))
+        ordered = [options.base, *(one for one in variants if one != options.base)]
+        print(markdown(list(table(known, points, ordered))))
         return
     wanted = (
         (point, seed, variant)

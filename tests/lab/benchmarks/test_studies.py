@@ -1,22 +1,29 @@
 """Studies of ideas: what they change of the simulated world, and their table."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.brain.guessing_world import Candidate, Limits, Lookup, Text, num_by_rule
 from benchmarks.brain.long_prompts import run as run_lent
-from benchmarks.brain.priced_guesses import Lookup, RowTimes, Text
 from benchmarks.brain.priced_guesses import run as run_guessed
-from benchmarks.brain.study import table
+from benchmarks.brain.row_times import RowTimes
+from benchmarks.brain.study import SHOWN, table
 from benchmarks.paper.points import KeptRun, Point, RunKey
+from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import RequestId
 from kunserve.core.step import Chunk
+from kunserve.policy.batch.speculation import Decode, choose_num_guesses
 from kunserve_lab.compare.settings import SimulatedSetup
 from kunserve_lab.compare.simulated.scenario import Scenario, build_scenario
 from kunserve_lab.sim.devices import find_device
 from kunserve_lab.sim.models import find_model
 from kunserve_lab.workload.workload import Lengths, Workload
+
+COST = CostCoefficients(6e-9, 1e-4, 0.016, 0.016, context_s=1.4e-7, sample_s=6e-5)
+"""About that of Qwen2.5-14B on an A800."""
 
 
 def scenario(arrivals: tuple[float, ...], num_in: int, num_out: int) -> Scenario:
@@ -85,10 +92,38 @@ def test_guesses_make_answers_of_the_same_length_in_fewer_steps() -> None:
     assert often["guesses"] > 0.0
 
 
+def test_a_rule_keeps_rows_beside_prompts_within_the_step_s_tokens() -> None:
+    crowd = scenario(tuple(0.3 * one for one in range(24)), 3000, 60)
+    plain = figures(run_guessed("recompute", crowd))
+    free = figures(run_guessed("recompute, no limits 0.6", crowd))
+    bound = figures(run_guessed("recompute, rule 0.6", crowd))
+    assert free["guesses"] > bound["guesses"] > 0.0
+    assert free["P50 TPOT"] < plain["P50 TPOT"]
+
+
+def test_a_rule_without_a_price_is_the_policy_where_nobody_has_a_prompt() -> None:
+    chance, num_guessing = random.Random(1), 0
+    for _ in range(300):
+        decodes = [
+            Decode(chance.randint(100, 9000), chance.randint(0, 3), 0.5 + chance.random() / 2)
+            for _ in range(chance.randint(5, 30))
+        ]
+        counts = choose_num_guesses(decodes, 2048, COST)
+        num_guessing += any(counts)
+        ranked = sorted(
+            Candidate(one.rate ** (number + 1), at)
+            for at, one in enumerate(decodes)
+            for number in range(one.num_found)
+        )[::-1]
+        chunks, places = [(one.num_context, 1) for one in decodes], list(range(len(decodes)))
+        num = num_by_rule(ranked, [1.0] * len(decodes), chunks, places, COST, Limits())
+        assert Counter(one.decode for one in ranked[:num]) == Counter(dict(enumerate(counts)))
+    assert num_guessing > 10
+
+
 def test_a_table_has_medians_of_ratios_within_a_draw() -> None:
     def run_of(ttft: float) -> KeptRun:
-        names = ("P50 TTFT", "P99 TTFT", "P50 TPOT", "P99 TPOT")
-        return KeptRun("code", dict.fromkeys(names, ttft))
+        return KeptRun("code", dict.fromkeys(SHOWN, ttft))
 
     point = Point("a point", "none", 1.0)
     kept = {
