@@ -8,6 +8,7 @@ import torch
 
 from kunserve.engine.attention import StepBatch
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.pinned import Sender
 
 PARTS = 16
 """Of the keys of a sequence of one token, at most; each has sums of its own."""
@@ -48,8 +49,16 @@ class DeviceBatch:
     """Recorded for sequences of any number of tokens, also none. Rows behind them are padding."""
 
     @classmethod
-    def of(cls, batch: StepBatch, block_size: int, device: torch.device) -> "DeviceBatch":
-        """The batch, with what follows from it."""
+    def of(
+        cls,
+        batch: StepBatch,
+        block_size: int,
+        device: torch.device,
+        sender: Sender | None = None,
+    ) -> "DeviceBatch":
+        """The batch, with what follows from it. With a ``sender`` for the device nothing is waited
+        for: the step before may still run.
+        """
         batch.check()
         tables = batch.tables[batch.rows]
         lengths = np.diff(batch.q_starts)
@@ -69,7 +78,10 @@ class DeviceBatch:
         flat = np.zeros(ends[-1], dtype=np.int32)
         for name, array in arrays.items():
             flat[places[name] : places[name] + array.size] = array.reshape(-1)
-        whole = torch.from_numpy(flat).to(device)
+        if sender is None:
+            whole = torch.from_numpy(flat).to(device)
+        else:  # in pairs
+            whole = sender.send({"flat": flat.view(np.int64)})["flat"].view(torch.int32)
         parts = {
             name: whole[places[name] : places[name] + array.size].view(array.shape)
             for name, array in arrays.items()
