@@ -245,7 +245,7 @@ class TorchDecoder:
             self.graph_counts.eager_steps += 1
         if batch.num_tokens > self._scratch.num_tokens:
             self._reserve_scratch(batch.num_tokens)
-        on_device = DeviceBatch.of(batch, self._block_size, self._device)
+        on_device = DeviceBatch.of(batch, self._block_size, self._device, self._sender)
         angles = [table.index_select(0, on_device.positions) for table in self._angles]
         for layer in range(*self._range):
             self._run_layer(layer, hidden, angles, on_device, self._scratch)

@@ -9,6 +9,7 @@ import torch
 from kunserve.engine.attention import StepBatch
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.ops.expert_room import ExpertRoom
+from kunserve_extras.torch_body.pinned import Sender
 
 _LEAST_PARTS, _MOST_PARTS = 16, 64
 _PROGRAMS = 256
@@ -50,8 +51,16 @@ class DeviceBatch:
     """Recorded for sequences of any number of tokens, also none. Rows behind them are padding."""
 
     @classmethod
-    def of(cls, batch: StepBatch, block_size: int, device: torch.device) -> "DeviceBatch":
-        """The batch, with what follows from it."""
+    def of(
+        cls,
+        batch: StepBatch,
+        block_size: int,
+        device: torch.device,
+        sender: Sender | None = None,
+    ) -> "DeviceBatch":
+        """The batch, with what follows from it. With a ``sender`` for the device nothing is waited
+        for: the step before may still run.
+        """
         batch.check()
         tables = batch.tables[batch.rows]
         lengths = np.diff(batch.q_starts)
@@ -71,7 +80,10 @@ class DeviceBatch:
         flat = np.zeros(ends[-1], dtype=np.int32)
         for name, array in arrays.items():
             flat[places[name] : places[name] + array.size] = array.reshape(-1)
-        whole = torch.from_numpy(flat).to(device)
+        if sender is None:
+            whole = torch.from_numpy(flat).to(device)
+        else:  # in pairs
+            whole = sender.send({"flat": flat.view(np.int64)})["flat"].view(torch.int32)
         parts = {
             name: whole[places[name] : places[name] + array.size].view(array.shape)
             for name, array in arrays.items()

@@ -52,7 +52,7 @@ def play(seed: int, *, pool: int, block_size: int, caches: bool) -> FakeCluster:
             cluster.drop((0, 0, 2), (1, 2, 4))
         elif chance < 0.6 and len(groups) == 1 and len(groups[0].stages) == 2:
             cluster.restore(groups[0])
-        elif chance < 0.7 and len(groups) == 2:
+        elif chance < 0.7 and len(groups) == 2 and not cluster.controller.balance._active:
             cluster.migrate(groups[0].group_id, groups[1].group_id)
     cluster.finish()
     return cluster
