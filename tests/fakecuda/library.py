@@ -107,6 +107,10 @@ class FakeCuda:
         """Give no memory that can be exported, although the device says that it has it."""
         self._library.fake_refuse_exportable()
 
+    def refuse_values(self) -> None:
+        """Have streams that neither write words nor wait for them."""
+        self._library.fake_refuse_values()
+
     def beside_work(self, what: Literal["ignore", "stall", "fault"]) -> None:
         """What mapping and unmapping do to copies that are queued."""
         self._library.fake_beside_work(("ignore", "stall", "fault").index(what))
