@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 
-from kunserve.cluster.instance.start import Loaded, run_instance
+from kunserve.cluster.instance.start import Loaded, address_for, run_instance
 from kunserve.cluster.processes.launch import InstanceOrder
 from kunserve.engine.body import EngineBody
 from kunserve.engine.devices import open_backend
@@ -39,6 +39,8 @@ def load_model(order: InstanceOrder) -> Loaded:
         backend,
         order.plan.measured.ring,
     )
+    if order.network is None:
+        backend.open_hops(address_for("links", order))
     account = body.account
     eos = frozenset(read_eos_ids(source))
     return Loaded(body, eos, account.longest_request_tokens, str(account))
