@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.gpu_kit.hop import measure_hop
 from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.machine import KIB, MIB, SHAPES, Machine
 from benchmarks.report import Report
@@ -52,6 +53,7 @@ def run(machine: Machine, report: Report) -> None:
         Part("kernels over mapped memory", partial(_kernels, machine, report)),
         Part("record, remap, replay", partial(_remap_under_graph, machine, report)),
         Part("a descriptor to a child", partial(_descriptor, machine, report)),
+        Part("a hop to another process", partial(measure_hop, machine, report)),
         Part("a world of one rank", partial(_world, machine, report)),
     )
 

@@ -13,8 +13,10 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.attention import c_model
 from kunserve.engine.cpu.decoder import Decoder, StepDecoder, StepLimits
+from kunserve.engine.cpu.hidden_rows import Hidden, HiddenRows, bytes_of
 from kunserve.engine.cpu.kernels.library import library
 from kunserve.engine.cpu.kernels.panels import PANEL_FORMAT
+from kunserve.engine.cpu.split_head import Part
 from kunserve.engine.host_kv import HostKv
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.instance_memory import InstanceMemory
@@ -137,6 +139,18 @@ class Backend(Protocol):
         """Waits for all that was asked for so far, and for nothing that is asked for later."""
         ...
 
+    def open_hops(self, address: str) -> None:
+        """Peers know this instance by ``address``, and may write hidden states into its memory."""
+        ...
+
+    def give(self, hidden: Hidden | Part, to: str) -> memoryview:
+        """For the links: bytes of ``hidden``, or where they were written at the peer ``to``."""
+        ...
+
+    def take(self, data: bytes | bytearray | memoryview, row_bytes: int) -> HiddenRows:
+        """The inverse."""
+        ...
+
 
 def weights_in(
     memory: InstanceMemory, spec: ModelSpec, device: torch.device, *, in_panels: bool
@@ -161,6 +175,17 @@ class OwnDecoders:
     def host_kv(self, memory: Memory, num_bytes: int | None) -> HostKv:
         """See ``Backend``. Taken as it is needed."""
         return HostStore(memory)
+
+    def open_hops(self, address: str) -> None:
+        """See ``Backend``: hidden states are bytes."""
+
+    def give(self, hidden: Hidden | Part, to: str) -> memoryview:
+        """See ``Backend``."""
+        return bytes_of(hidden)
+
+    def take(self, data: bytes | bytearray | memoryview, row_bytes: int) -> HiddenRows:
+        """See ``Backend``."""
+        return HiddenRows.of_bytes(data, row_bytes)
 
 
 class OneMemory(OwnDecoders):

@@ -25,7 +25,7 @@ from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.backend import Backend, CpuBackend, Wait
 from kunserve.engine.cpu.decoder import LOGIT_ROWS, FusedDecoder, StepBatch, StepLimits
 from kunserve.engine.cpu.ends import Largest
-from kunserve.engine.cpu.hidden_rows import Hidden, HiddenRows, bytes_of, rows_of, tensor_of
+from kunserve.engine.cpu.hidden_rows import Hidden, HiddenRows, rows_of, tensor_of
 from kunserve.engine.cpu.split_head import (
     Part,
     SplitHead,
@@ -395,17 +395,16 @@ class EngineBody:
         assert held.covers(layers), (held, layers)
         self._loader.load_layers(layers, gate)
 
-    @staticmethod
-    def hidden_to_bytes(hidden: Hidden | Part) -> memoryview:
+    def hidden_to_bytes(self, hidden: Hidden | Part, to: str = "") -> memoryview:
         """The bytes for the wire. Keep ``hidden`` unchanged until they are sent."""
-        return bytes_of(hidden)
+        return self._backend.give(hidden, to)
 
     def hidden_from_bytes(self, data: bytes | bytearray | memoryview) -> HiddenRows:
         """Activations [T, hidden] from the wire, which ``execute`` overwrites.
 
         No copy if ``data`` is writable.
         """
-        return HiddenRows.of_bytes(data, self._row_bytes)
+        return self._backend.take(data, self._row_bytes)
 
     def check(self) -> None:
         """Assert that no memory is lost or used twice."""

@@ -440,7 +440,7 @@ class FakeBody(ViewedMemory):
             self.layer_view(layer)[:] = source.layer_view(layer)
 
     @staticmethod
-    def hidden_to_bytes(hidden: Uint64Array) -> memoryview:
+    def hidden_to_bytes(hidden: Uint64Array, to: str = "") -> memoryview:
         """The activations' bytes for the wire."""
         return hidden.data.cast("B")
 

@@ -42,10 +42,12 @@ typedef struct {
     unsigned char flags[8];
 } Prop;
 typedef struct { Location location; int flags; } Access;
+typedef struct { int source_order; Location source, target; unsigned flags; } CopyAttributes;
 
 #ifdef REAL_CUDA_H
 _Static_assert(sizeof(Prop) == sizeof(CUmemAllocationProp), "CUmemAllocationProp");
 _Static_assert(sizeof(Access) == sizeof(CUmemAccessDesc), "CUmemAccessDesc");
+_Static_assert(sizeof(CopyAttributes) == sizeof(CUmemcpyAttributes), "CUmemcpyAttributes");
 _Static_assert(offsetof(Prop, flags) == offsetof(CUmemAllocationProp, allocFlags), "allocFlags");
 #else
 
@@ -55,9 +57,10 @@ typedef struct { u64 address; size_t size; Memory *memory; int access; } Mapping
 typedef struct { u64 address; size_t size; } Span;
 typedef struct Event Event;
 typedef struct Stream Stream;
-typedef enum { COPY, MARK, BEHIND } Kind;
+typedef enum { COPY, MARK, BEHIND, WRITE, WAIT } Kind;
 typedef struct {
     Kind kind; u64 to, from; size_t size; Event *event; Stream *other; u64 ticket, behind;
+    unsigned value;
 } Op;
 struct Event { Stream *stream; u64 recorded, done; long asked; };
 struct Stream { Op *ops; size_t num, room; };
@@ -83,7 +86,7 @@ static int sleeps = 1; /* else time is only counted */
 static int driver_version = 13000, has_virtual_memory = 1, num_devices = 1, capability = 90;
 static long num_asked = 3; /* a mark that is asked for so often has come about */
 static int gives_pinned = 1;
-static int can_export = 1, gives_exportable = 1;
+static int can_export = 1, gives_exportable = 1, has_values = 1;
 static enum { IGNORE, STALL, FAULT } beside_work; /* what mapping and unmapping do to queued work */
 static long num_beside_work;
 static _Thread_local int has_context;
@@ -406,11 +409,30 @@ static int is_pinned(u64 address, size_t size) {
     return lies_in(pinned, num_pinned, address, size) ||
            lies_in(registered, num_registered, address, size);
 }
-/* Run a stream's operations up to that ticket. */
+static void begin_at(Stream *stream, size_t done) {
+    memmove(stream->ops, stream->ops + done, (stream->num - done) * sizeof *stream->ops);
+    stream->num -= done;
+}
+/* Run a stream's operations up to that ticket. Where one waits for a word the stream stands still,
+ * and everything else goes on. */
 static void run(Stream *stream, u64 ticket) {
     size_t done = 0;
     while (done < stream->num && stream->ops[done].ticket <= ticket) {
-        Op op = stream->ops[done++];
+        Op op = stream->ops[done];
+        if ((op.kind == WRITE || op.kind == WAIT) && !covers(op.to, 4, 1)) {
+            spoiled = ILLEGAL_ADDRESS;
+        } else if (op.kind == WRITE) {
+            __atomic_store_n((unsigned *)op.to, op.value, __ATOMIC_RELEASE);
+        } else if (op.kind == WAIT &&
+                   (int)(__atomic_load_n((unsigned *)op.to, __ATOMIC_ACQUIRE) - op.value) < 0) {
+            begin_at(stream, done);
+            done = 0;
+            pthread_mutex_unlock(&lock);
+            nanosleep(&(struct timespec){0, 20000}, NULL);
+            pthread_mutex_lock(&lock);
+            continue;
+        }
+        done++;
         if (op.kind == MARK) op.event->done = op.ticket;
         for (size_t i = 0; op.kind == BEHIND && i < num_streams; i++)
             if (streams[i] == op.other && op.other != stream) run(op.other, op.behind);
@@ -420,8 +442,7 @@ static void run(Stream *stream, u64 ticket) {
         if (is_there) memmove((void *)op.to, (void *)op.from, op.size);
         else spoiled = ILLEGAL_ADDRESS;
     }
-    memmove(stream->ops, stream->ops + done, (stream->num - done) * sizeof *stream->ops);
-    stream->num -= done;
+    begin_at(stream, done);
 }
 static void queue(Stream *stream, Op op) {
     if (stream->num == stream->room) {
@@ -513,6 +534,32 @@ Result cuMemcpyDtoHAsync_v2(void *to, u64 from, size_t size, Stream *stream) {
 Result cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t size, Stream *stream) {
     return copy(to, from, size, stream, 0, 0);
 }
+/* In the order that callers expect least: there is none in a batch. */
+Result cuMemcpyBatchAsync_v2(u64 *to, u64 *from, size_t *sizes, size_t count,
+                             CopyAttributes *attributes, size_t *firsts, size_t num, Stream *stream) {
+    ENTER;
+    REFUSE_IF(!stream || !count || num != 1 || firsts[0] || attributes->source_order != 1);
+    for (size_t i = 0; i < count; i++) {
+        REFUSE_IF(!is_pinned(to[i], sizes[i]) && !covers(to[i], sizes[i], 1));
+        REFUSE_IF(!is_pinned(from[i], sizes[i]) && !covers(from[i], sizes[i], 1));
+    }
+    for (size_t i = count; i--;)
+        queue(stream, (Op){.kind = COPY, .to = to[i], .from = from[i], .size = sizes[i]});
+    return leave(OK);
+}
+static Result value_at(Kind kind, Stream *stream, u64 at, unsigned value, unsigned flags) {
+    ENTER;
+    if (!has_values) return leave(NOT_SUPPORTED);
+    REFUSE_IF(flags || at % 4 || !covers(at, 4, 1));
+    queue(stream, (Op){.kind = kind, .to = at, .value = value});
+    return leave(OK);
+}
+Result cuStreamWriteValue32_v2(Stream *stream, u64 at, unsigned value, unsigned flags) {
+    return value_at(WRITE, stream, at, value, flags);
+}
+Result cuStreamWaitValue32_v2(Stream *stream, u64 at, unsigned value, unsigned flags) {
+    return value_at(WAIT, stream, at, value, flags);
+}
 
 /* ---- for the tests ---- */
 
@@ -530,7 +577,7 @@ void fake_configure(size_t granularity_bytes, size_t total_bytes) {
     call_ns = gib_ns = graph_ns = num_graphs = spent_ns = 0;
     sleeps = 1;
     driver_version = 13000;
-    has_virtual_memory = num_devices = can_export = gives_exportable = 1;
+    has_virtual_memory = num_devices = can_export = gives_exportable = has_values = 1;
     beside_work = IGNORE;
     num_beside_work = 0;
     num_asked = 3;
@@ -565,6 +612,8 @@ void fake_refuse_exportable(void) { gives_exportable = 0; }
 void fake_refuse_pinning(void) { gives_pinned = 0; }
 /* Work whose end is asked for and not waited for has ended at the last of so many questions. */
 void fake_answer_after(long questions) { num_asked = questions; }
+/* Streams neither write words nor wait for them. */
+void fake_refuse_values(void) { has_values = 0; }
 /* 0: nothing; 1: mapping waits for queued work; 2: queued work faults. */
 void fake_beside_work(int what) { beside_work = what; }
 long fake_changes_beside_work(void) { return num_beside_work; }

@@ -116,6 +116,10 @@ class FakeCuda:
         """Let work whose end is only asked for have ended at the last of so many questions."""
         self._library.fake_answer_after(num_questions)
 
+    def refuse_values(self) -> None:
+        """Have streams that neither write words nor wait for them."""
+        self._library.fake_refuse_values()
+
     def beside_work(self, what: Literal["ignore", "stall", "fault"]) -> None:
         """What mapping and unmapping do to copies that are queued."""
         self._library.fake_beside_work(("ignore", "stall", "fault").index(what))

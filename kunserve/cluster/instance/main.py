@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 
-from kunserve.cluster.instance.start import Loaded, run_instance
+from kunserve.cluster.instance.start import Loaded, address_for, run_instance
 from kunserve.cluster.processes.launch import InstanceOrder
 from kunserve.engine.body import EngineBody
 from kunserve.engine.devices import open_backend
@@ -41,6 +41,8 @@ def load_model(order: InstanceOrder) -> Loaded:
         order.plan.measured.ring,
         None if swap is None else swap.host_bytes,
     )
+    if order.network is None:
+        backend.open_hops(address_for("links", order))
     account = body.account
     eos = frozenset(read_eos_ids(source))
     return Loaded(body, eos, account.longest_request_tokens, str(account))

@@ -184,7 +184,9 @@ class Post:
             if dst is None:
                 self._to_front.append(message)
             else:
-                payload = None if hidden is None else self._body.hidden_to_bytes(hidden)
+                payload = None
+                if hidden is not None:
+                    payload = self._body.hidden_to_bytes(hidden, self._peers.where(dst))
                 self._peers.send(dst, message, payload)
                 if self._trace is not None and payload is not None:
                     self._trace.sent(dst, message, payload.nbytes, time.monotonic())

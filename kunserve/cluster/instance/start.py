@@ -129,6 +129,11 @@ def _say(last_words: StartupFailure | LastWords) -> None:
         sys.stdout.buffer.flush()
 
 
+def address_for(kind: str, order: InstanceOrder) -> str:
+    """Of a socket of this process, whose number keeps it apart from the one that it replaces."""
+    return address_in(order.socket_folder, f"{kind}-{order.instance_id}-{os.getpid()}")
+
+
 def _assemble(
     order: InstanceOrder, loaded: Loaded, lease: Hold | None, front_address: FrontAddress
 ) -> InstanceLoop:
@@ -136,11 +141,7 @@ def _assemble(
     spec = body.spec
     longest = loaded.longest_request_tokens
     max_model_len = min(longest, config.model.max_model_len or longest)
-    # The process's number keeps the sockets apart from those of the one it replaces.
-    links_at, bulk_at = (
-        address_in(order.socket_folder, f"{kind}-{spec.instance_id}-{os.getpid()}")
-        for kind in ("links", "bulk")
-    )
+    links_at, bulk_at = (address_for(kind, order) for kind in ("links", "bulk"))
     link_gbps = order.place.link_gbps
     mover = InstanceMover(
         spec.instance_id, bulk_at, body.memory, link_gbps=link_gbps, network=network

@@ -55,8 +55,11 @@ class WiredBody(Body, Protocol):
         """Whether a step may now be launched that feeds on such a request's token."""
         ...
 
-    def hidden_to_bytes(self, hidden: Any) -> memoryview:
-        """Hidden states, or a part of the output head, without a copy where possible."""
+    def hidden_to_bytes(self, hidden: Any, to: str = "") -> memoryview:
+        """Hidden states, or a part of the output head, without a copy where possible.
+
+        To the peer whose links have the address ``to``.
+        """
         ...
 
     def hidden_from_bytes(self, data: memoryview) -> Any:

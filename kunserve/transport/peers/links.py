@@ -133,6 +133,11 @@ class PeerLinks:
         bound = address_of(self._inbox)
         return bound if self._network is None else self._network.advertised(bound)
 
+    def where(self, peer: InstanceId) -> str:
+        """The peer's address; empty if there is no such peer."""
+        link = self._links.get(peer)
+        return "" if link is None else link.address
+
     @property
     def poll_sockets(self) -> tuple[PollTarget, ...]:
         """Readable when ``receive`` may have something."""

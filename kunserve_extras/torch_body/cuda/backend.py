@@ -13,6 +13,8 @@ from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.extras import find_extra
 from kunserve.engine.backend import OneMemory, Wait, kv_in, nothing_to_wait_for
 from kunserve.engine.cpu.decoder import StepDecoder, StepLimits
+from kunserve.engine.cpu.hidden_rows import Hidden, HiddenRows
+from kunserve.engine.cpu.split_head import Part
 from kunserve.engine.host_kv import HostKv
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
@@ -29,6 +31,8 @@ from kunserve_extras.torch_body.cuda.pages import DevicePages
 from kunserve_extras.torch_body.decoder import TorchDecoder
 from kunserve_extras.torch_body.graphs import MIXED_ROWS, Recorder
 from kunserve_extras.torch_body.histories import HISTORY_BYTES
+from kunserve_extras.torch_body.hops.hops import Hops
+from kunserve_extras.torch_body.hops.lanes import MOST_SLOT_BYTES, lane_bytes
 from kunserve_extras.torch_body.ops.expert_room import expert_bytes
 from kunserve_extras.torch_body.ops.reference import ReferenceOps
 from kunserve_extras.torch_body.ops.table import Ops, sums_bytes
@@ -69,6 +73,12 @@ def drawing_bytes(spec: ModelSpec, limits: StepLimits) -> int:
     return at_once + sorting + limits.num_sampled * limits.num_positions * HISTORY_BYTES
 
 
+def _slot_bytes(spec: ModelSpec, limits: StepLimits) -> int:
+    """For the hidden states of a step, if they are not too many to be sent so."""
+    row_bytes = spec.hidden_size * spec.dtype_bytes
+    return min(limits.num_tokens, MOST_SLOT_BYTES // row_bytes) * row_bytes
+
+
 class CudaBackend(OneMemory):
     """One device of the driver, and torch on it."""
 
@@ -99,6 +109,8 @@ class CudaBackend(OneMemory):
         self._left_bytes = self._driver.memory_bytes()[0]
         """Of the device, without what is planned to be taken."""
         self.open_pages: OpenPages = self._open_pages
+        self._hops: Hops | None = None
+        self._slot_bytes, self._row_bytes = 0, 0
 
     def _open_pages(self, num_bytes: int, granule_bytes: int, beside_bytes: int) -> DevicePages:
         self._left_bytes -= num_bytes + beside_bytes
@@ -113,6 +125,8 @@ class CudaBackend(OneMemory):
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``. Granules that the device cannot have are replaced by its own size."""
         self._attention = config.attention
+        self._row_bytes = spec.hidden_size * spec.dtype_bytes
+        self._slot_bytes = _slot_bytes(spec, most)
         if config.attention == "flashinfer":
             self._flashinfer().check_flashinfer(spec)
         step = self._driver.granularity_bytes()
@@ -139,7 +153,8 @@ class CudaBackend(OneMemory):
         """See ``Backend``.
 
         Beside what the CPU needs: gate and up apart, logits in the model's type, drawing, sums of
-        attention, what experts make of tokens, and what recorded steps read.
+        attention, what experts make of tokens, what recorded steps read, and where hidden states
+        come in.
         """
         gate_up = limits.num_tokens * 2 * dense_size(spec) * spec.dtype_bytes
         logits = limits.num_sampled * spec.vocab_size * spec.dtype_bytes
@@ -150,7 +165,8 @@ class CudaBackend(OneMemory):
         num_single, num_mixed = limits.most_single_tokens, min(limits.num_tokens, MIXED_ROWS[-1])
         steps = (num_single + num_mixed) * row + sums_bytes(spec, num_single)
         experts = expert_bytes(limits.num_tokens, spec)
-        return limits.buffer_bytes(spec) + gate_up + logits + drawing + steps + experts
+        lane = lane_bytes(_slot_bytes(spec, limits), 1)
+        return limits.buffer_bytes(spec) + gate_up + logits + drawing + steps + experts + lane
 
     def loader(
         self, reader: Reader, spec: ModelSpec, memory: Memory, weights: ModelWeights
@@ -238,8 +254,39 @@ class CudaBackend(OneMemory):
         """See ``Backend``. FlashInfer's plans lie in memory that the step before may still read."""
         return self._attention == "fused"
 
+    def open_hops(self, address: str) -> None:
+        """See ``Backend``."""
+        try:
+            self._hops = Hops(self._driver, self.device, address, self._slot_bytes, self._row_bytes)
+        except OSError as error:
+            logger.info("hidden states go between stages as bytes: %s", error)
+
+    def give(self, hidden: Hidden | Part, to: str) -> memoryview:
+        """See ``Backend``."""
+        assert isinstance(hidden, torch.Tensor), type(hidden)
+        written = None if self._hops is None else self._hops.give(hidden, to)
+        return written or super().give(hidden, to)
+
+    def take(self, data: bytes | bytearray | memoryview, row_bytes: int) -> HiddenRows:
+        """See ``Backend``."""
+        landed = None if self._hops is None else self._hops.take(data)
+        return landed or super().take(data, row_bytes)
+
     def mark(self) -> Wait:
         """See ``Backend``."""
+        reads = [] if self._hops is None else self._hops.mark()
+        wait = self._mark()
+        if self._hops is None or not reads:
+            return wait
+        hops = self._hops
+
+        def wait_and_tell(look_up: Callable[[], None] | None) -> None:
+            wait(look_up)
+            hops.ended(reads)
+
+        return wait_and_tell
+
+    def _mark(self) -> Wait:
         if self.device.type != "cuda":
             return nothing_to_wait_for
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ By ctypes, because the driver's interface is stable and small, and no package ha
 """
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -30,6 +31,8 @@ _NON_BLOCKING = 1
 _NO_TIMING = 2
 _OUT_OF_MEMORY = 2
 _NOT_READY = 600
+_AT_LEAST = 0
+_IN_STREAM_ORDER = 1
 
 
 class _Location(ctypes.Structure):
@@ -52,6 +55,17 @@ class AccessDesc(ctypes.Structure):
     """``CUmemAccessDesc``: who may do what with mapped memory."""
 
     _fields_ = (("location", _Location), ("flags", c_int))
+
+
+class CopyAttributes(ctypes.Structure):
+    """``CUmemcpyAttributes``: when a batch of copies may read."""
+
+    _fields_ = (
+        ("source_order", c_int),
+        ("source", _Location),
+        ("target", _Location),
+        ("flags", c_uint),
+    )
 
 
 _P = POINTER
@@ -94,7 +108,16 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
     "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
+    "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
 }
+_NEWER_CALLS: dict[str, tuple[Any, ...]] = {
+    "cuMemcpyBatchAsync_v2": (
+        _P(c_uint64), _P(c_uint64), _P(c_size_t), c_size_t,
+        _P(CopyAttributes), _P(c_size_t), c_size_t, c_void_p,
+    ),
+}  # fmt: skip
+"""Of CUDA 13.0; what they do can be done without them."""
 
 
 class CudaError(OSError):
@@ -135,6 +158,9 @@ def bind(library: str = LIBRARY) -> ctypes.CDLL:
         except AttributeError as error:
             raise OSError(f"{library} is too old: it has no {name}") from error
         function.argtypes, function.restype = arguments, c_int
+    for name, arguments in _NEWER_CALLS.items():
+        if function := getattr(bound, name, None):
+            function.argtypes, function.restype = arguments, c_int
     bound.cuGetErrorName.argtypes = (c_int, _P(c_char_p))
     return bound
 
@@ -372,6 +398,39 @@ class Driver:
     def copy_inside(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """From device memory to device memory."""
         self._call("cuMemcpyDtoDAsync_v2", target, source, num_bytes, stream)
+
+    def copy_many(self, copies: Sequence[tuple[int, int, int]], stream: int) -> bool:
+        """Targets, sources and bytes of copies by one call, in any order; False if none can.
+
+        Of device memory and pinned memory.
+        """
+        if not hasattr(self._library, "cuMemcpyBatchAsync_v2"):
+            return False
+        count = len(copies)
+        targets, sources, sizes = zip(*copies, strict=True)
+        attributes = CopyAttributes(source_order=_IN_STREAM_ORDER)
+        self._call(
+            "cuMemcpyBatchAsync_v2",
+            (c_uint64 * count)(*targets),
+            (c_uint64 * count)(*sources),
+            (c_size_t * count)(*sizes),
+            count,
+            byref(attributes),
+            byref(c_size_t(0)),
+            1,
+            stream,
+        )
+        return True
+
+    # Words that streams write and wait for
+
+    def write_value(self, address: int, value: int, stream: int) -> None:
+        """Write four bytes of device memory, behind all that the stream has written before."""
+        self._call("cuStreamWriteValue32_v2", stream, address, value, 0)
+
+    def wait_value(self, address: int, value: int, stream: int) -> None:
+        """Let the stream wait, however long, until the word there has come to ``value``."""
+        self._call("cuStreamWaitValue32_v2", stream, address, value, _AT_LEAST)
 
     def _gets_exportable(self) -> bool:
         """Ask for such memory from now on, if there is any.

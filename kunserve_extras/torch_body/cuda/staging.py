@@ -72,14 +72,16 @@ class Staging:
 
     def _start(self, number: int, piece: Spans, is_in: bool) -> int:
         """Begin to copy a piece; its bytes."""
-        size = 0
+        at = first = self._pinned + number % 2 * self._piece_bytes
+        copies = []
         for address, num_bytes in piece:
-            at = self._pinned + number % 2 * self._piece_bytes + size
-            if is_in:
-                self._driver.copy_in(address, at, num_bytes, self._stream)
-            else:
-                self._driver.copy_out(at, address, num_bytes, self._stream)
-            size += num_bytes
+            copies.append((address, at, num_bytes) if is_in else (at, address, num_bytes))
+            at += num_bytes
+        size = at - first
+        if len(copies) == 1 or not self._driver.copy_many(copies, self._stream):
+            copy = self._driver.copy_in if is_in else self._driver.copy_out
+            for target, source, num_bytes in copies:
+                copy(target, source, num_bytes, self._stream)
         self._driver.record(self._events[number % 2], self._stream)
         return size
 

@@ -272,6 +272,7 @@ PATHS = [
     pytest.param(FOUR, id="four-stages"),
     pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
     pytest.param(DEVICE, id="device"),
+    pytest.param(replace(DEVICE, is_restored=False, after=crash), id="device-death"),
     pytest.param(PACKED, id="q8_0"),
     pytest.param(replace(PACKED, quant=Quant.Q4_1), id="q4_1"),
     pytest.param(BFLOAT16, id="bfloat16"),

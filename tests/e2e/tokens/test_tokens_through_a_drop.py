@@ -104,7 +104,12 @@ def check_by_calm(config: KunServeConfig, vocab_size: int, answers: Answers) -> 
 
 @pytest.mark.timeout(300)  # up to four instances compute on however few cores there are
 @pytest.mark.parametrize("path", PATHS)
-def test_of_a_cluster(path: CodePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_cluster(
+    path: CodePath,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setenv("FAKECUDA_GRANULARITY_BYTES", "8192")
     config = path.config_in(tmp_path)
 
@@ -120,6 +125,8 @@ def test_of_a_cluster(path: CodePath, tmp_path: Path, monkeypatch: pytest.Monkey
     else:
         check_by_transformers(path, answers)
     assert answers.num_right_guesses or not path.some_are_right
+    if path.on_device and path.num_ranks == 1:
+        assert "hidden states go into the memory of" in capfd.readouterr().err
     assert max(answers.num_cached.values()) >= path.num_shared_tokens
     if path.is_traced:
         check_pipelined(check_trace(tmp_path / "trace.json"), path)

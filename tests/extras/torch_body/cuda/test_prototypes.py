@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kunserve_extras.torch_body.cuda import driver
-from kunserve_extras.torch_body.cuda.driver import AccessDesc, AllocationProp
+from kunserve_extras.torch_body.cuda.driver import AccessDesc, AllocationProp, CopyAttributes
 
 CUDA_H = Path("/usr/local/cuda/include/cuda.h")
 pytestmark = pytest.mark.skipif(
@@ -41,6 +41,8 @@ CONSTANTS = {
     "CU_EVENT_DISABLE_TIMING": driver._NO_TIMING,
     "CUDA_ERROR_OUT_OF_MEMORY": driver._OUT_OF_MEMORY,
     "CUDA_ERROR_NOT_READY": driver._NOT_READY,
+    "CU_STREAM_WAIT_VALUE_GEQ": driver._AT_LEAST,
+    "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": driver._IN_STREAM_ORDER,
 }
 HEAD = """
 #include <cuda.h>
@@ -71,7 +73,7 @@ def assertions(name: str, arguments: tuple[Any, ...]) -> list[str]:
         else:
             lines.append(f'static_assert(is_pointer<{at}>, "{name}: {number}");')
             at = f"std::remove_pointer_t<{at}>"
-            if target in (AllocationProp, AccessDesc):
+            if target in (AllocationProp, AccessDesc, CopyAttributes):
                 size = ctypes.sizeof(target)
                 lines.append(f'static_assert(sizeof({at}) == {size}, "{name}: {number}");')
                 continue
@@ -90,7 +92,8 @@ def compile_(lines: list[str], folder: Path) -> str:
 
 
 def test_every_prototype_is_the_headers(tmp_path: Path) -> None:
-    lines = [line for call in driver._CALLS.items() for line in assertions(*call)]
+    calls = driver._CALLS | driver._NEWER_CALLS
+    lines = [line for call in calls.items() for line in assertions(*call)]
     assert len(driver._CALLS) > 30 and compile_(lines, tmp_path) == ""
 
 
@@ -101,6 +104,7 @@ def test_every_prototype_is_the_headers(tmp_path: Path) -> None:
         ("cuMemUnmap", (c_uint64, c_uint)),
         ("cuMemRelease", (c_void_p,)),
         ("cuDeviceGet", (c_int, c_int)),
+        ("cuStreamWaitValue32_v2", (c_void_p, c_uint64, c_uint64, c_uint)),
     ],
 )
 def test_a_wrong_one_is_seen(name: str, wrong: tuple[Any, ...], tmp_path: Path) -> None:

@@ -94,6 +94,10 @@ class Wires:
 
     bell: int | None = None
 
+    @staticmethod
+    def where(peer: InstanceId) -> str:
+        return ""
+
     def __init__(self, body: Body) -> None:
         self.body = body
         self.mail: list[Message] = []

@@ -1,0 +1,97 @@
+"""Of S: hidden states into the memory of another process's stage and back, and what that takes."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.gpu_phases.machine import Machine
+from benchmarks.report import Report
+from kunserve_extras.torch_body.hops.hops import Hops
+
+ROWS, WIDTH = 64, 5120
+"""Of 14B in two bytes; on the stand-in narrower ones."""
+_FAKE_WIDTH = 64
+_ROUNDS = 100
+_PATIENCE_S = 20.0
+_CHILD = """
+import sys
+import torch
+from kunserve_extras.torch_body.cuda.driver import Driver
+from kunserve_extras.torch_body.hops.hops import Hops
+library, name, here, there, slot_bytes, row_bytes = sys.argv[1:]
+device = torch.device(name)
+hops = Hops(Driver(device.index or 0, library), device, here, int(slot_bytes), int(row_bytes))
+print("ready", flush=True)
+for line in sys.stdin:
+    rows = hops.take(bytes.fromhex(line)).tensor(torch.bfloat16)
+    back = hops.give(rows + 1, there)
+    reads = hops.mark()
+    rows.sum().item()
+    hops.ended(reads)
+    print("" if back is None else bytes(back).hex(), flush=True)
+hops.close()
+"""
+"""The next stage: adds one to what comes."""
+
+
+def measure_hop(machine: Machine, report: Report) -> None:
+    """There and back, behind the first rounds, in which both find each other."""
+    driver, device = machine.driver(), machine.torch_device
+    if not driver.can_export:
+        report.add("memory cannot be exported", None, "")
+        return
+    width = WIDTH if machine.is_real else _FAKE_WIDTH
+    sizes = 2 * ROWS * width, 2 * width
+    with tempfile.TemporaryDirectory(prefix="hop") as folder:
+        here, there = (f"ipc://{Path(folder) / name}" for name in ("first", "second"))
+        hops = Hops(driver, device, here, *sizes)
+        name = str(device if device.index is not None or not machine.is_real else "cuda:0")
+        words = [machine.library, name, there, here, *map(str, sizes)]
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, *words], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            times_s = _times(hops, child, there, width, device)
+        finally:
+            child.kill()
+            child.wait()
+            hops.close()
+    report.add("hop there and back", median(times_s) * 1e3, "ms", rows=ROWS, width=width)
+
+
+def _times(
+    hops: Hops, child: subprocess.Popen[str], there: str, width: int, device: torch.device
+) -> list[float]:
+    assert child.stdin is not None and child.stdout is not None
+    assert child.stdout.readline() == "ready\n", "the other process has no hops"
+    times_s: list[float] = []
+    until_s = time.monotonic() + _PATIENCE_S
+    number = 0
+    while len(times_s) < _ROUNDS:
+        assert time.monotonic() < until_s, "the two have not found each other"
+        number += 1
+        sent = torch.full((ROWS, width), float(number % 7), dtype=torch.bfloat16, device=device)
+        began_s = time.perf_counter()
+        ticket = hops.give(sent, there)
+        if ticket is None:
+            time.sleep(0.01)
+            continue
+        child.stdin.write(bytes(ticket).hex() + "\n")
+        child.stdin.flush()
+        answer = child.stdout.readline().strip()
+        landed = hops.take(bytes.fromhex(answer)) if answer else None
+        if landed is None:
+            continue  # its way back is not there yet
+        rows = landed.tensor(torch.bfloat16)
+        reads = hops.mark()
+        first = float(rows.min().item())
+        hops.ended(reads)
+        times_s.append(time.perf_counter() - began_s)
+        assert first == number % 7 + 1.0, (first, number)
+    return times_s

@@ -1,0 +1,393 @@
+"""Both ends of an instance's hops: what it writes into peers' lanes, and what comes into its own.
+
+A ticket goes by the links, as a message that may come before the rows. Whatever cannot be done
+(no lane yet, no free slot, too many rows, a refusal) goes as bytes, as between machines.
+
+A stream that waits for a word has no deadline, and a sender may die between its ticket and its
+rows. So a thread looks after what is awaited: where a word does not come it is written here, from
+another stream, and then the step's outcome is refused, because its rows are nobody's. That ends
+the process: a wrong token would be worse, and the rows of a sender that has told of them are a few
+microseconds away, so it is rare.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kunserve.core.faults import MachineFailed
+from kunserve.engine.cpu.hidden_rows import HiddenRows
+from kunserve_extras.torch_body.cuda.driver import Driver
+from kunserve_extras.torch_body.hops.lanes import (
+    OFFER_BYTES,
+    TICKET_BYTES,
+    Lane,
+    Offer,
+    Slots,
+    Ticket,
+)
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""For rows of which a ticket has come."""
+PATIENCE_WITH_THE_DEAD_S = 0.25
+LINGER_S = 10.0
+"""A lane outlives its sender so long: what it sent before may still be read."""
+LOOK_GAP_S = 0.1
+MOST_LANES = 4
+_IPC = "ipc://"
+
+
+def desk_of(address: str) -> str | None:
+    """Where an instance hands out lanes, by its address for links; None across machines."""
+    return address.removeprefix(_IPC) + ".h" if address.startswith(_IPC) else None
+
+
+@dataclass(slots=True)
+class Read:
+    """Rows that a step waits for."""
+
+    lane: Lane
+    number: int
+    since_s: float
+    is_here: bool = False
+    is_void: bool = False
+
+
+class LandedRows(HiddenRows):
+    """Hidden states in a slot of this instance's lane, perhaps on their way there."""
+
+    def __init__(self, hops: "Hops", lane: Lane, ticket: Ticket, row_bytes: int) -> None:
+        super().__init__(memoryview(b""), 0)
+        self.num_rows = ticket.num_rows
+        self._hops, self._lane, self._ticket = hops, lane, ticket
+        self._row_bytes = row_bytes
+        self._is_read = False
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """A copy on the device, [rows, hidden], behind a wait of the stream. Called once."""
+        assert not self._is_read, self._ticket
+        self._is_read = True
+        num_bytes = self.num_rows * self._row_bytes
+        rows = self._hops.read(self._lane, self._ticket.number, num_bytes)
+        return rows.view(dtype).view(self.num_rows, -1)
+
+    def __del__(self) -> None:
+        if not self._is_read:  # its group is no more
+            self._hops.give_up(self._lane, self._ticket.number)
+
+
+class _Way:
+    """To one peer: its lane, mapped here."""
+
+    def __init__(self, driver: Driver, desk: str) -> None:
+        """Raises OSError where nobody hands out lanes."""
+        self._driver = driver
+        self.slots: Slots | None = None
+        """None while it is not there, and once it is refused."""
+        self.number = 1
+        self._written = driver.event()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.setblocking(False)
+        try:
+            self.socket.connect(desk)
+        except OSError:
+            self.close()
+            raise
+
+    def accept(self, device: torch.device) -> None:
+        """Map what has come. Raises OSError for anything else, and at the peer's end."""
+        data, fds, _, _ = socket.recv_fds(self.socket, OFFER_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if self.slots is not None or len(fds) != 2:
+                raise OSError("the peer has gone, or gives no lane")
+            offer = Offer.of_bytes(data)
+            handle = self._driver.import_(fds[0])
+            try:
+                self.slots = Slots(self._driver, device, handle, offer, fds[1])
+            finally:
+                self._driver.release(handle)  # what is mapped lives on without it
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def write(self, hidden: torch.Tensor, stream: int) -> Ticket | None:
+        """Have the stream write rows and their word; None where there is no room."""
+        slots, number = self.slots, self.number
+        if slots is None or hidden.nbytes > slots.offer.slot_bytes or not slots.is_free(number):
+            return None
+        slots.rows(number, hidden.nbytes).copy_(hidden.view(torch.uint8).flatten())
+        self._driver.write_value(slots.word(number), number, stream)
+        self._driver.record(self._written, stream)
+        self.number = number + 1
+        return Ticket(slots.offer.lane, number, len(hidden))
+
+    def close(self) -> None:
+        """Once all that was written is there."""
+        self.socket.close()
+        if self.slots is not None:
+            self._driver.wait(self._written)
+            with contextlib.suppress(OSError):  # then it stays mapped
+                self.slots.close()
+            self.slots = None
+        self._driver.event_destroy(self._written)
+
+
+class Hops:
+    """Of one instance. The loop's thread calls; another one of its own serves peers."""
+
+    def __init__(
+        self, driver: Driver, device: torch.device, address: str, slot_bytes: int, row_bytes: int
+    ) -> None:
+        """Raises OSError where this cannot be: then all goes as bytes."""
+        desk = desk_of(address)
+        if desk is None or not driver.can_export or row_bytes <= TICKET_BYTES:
+            raise OSError("other processes cannot write into this instance's memory")
+        self._driver, self._device = driver, device
+        self._slot_bytes, self._row_bytes = slot_bytes, row_bytes
+        self._lock = threading.RLock()  # rows may be given up in the middle of anything
+        self._ways: dict[str, _Way | None] = {}
+        """By address; None where there will never be one."""
+        self._lanes: dict[int, Lane] = {}
+        self._takers: dict[socket.socket, Lane] = {}
+        self._left: list[_Way] = []
+        """To be closed."""
+        self._num_lanes = 0
+        self._awaited: list[Read] = []
+        self._unmarked: list[Read] = []
+        """Of the step that is being asked for."""
+        self._own_stream, self._thread_stream = driver.stream(), driver.stream()
+        self._seen = driver.host_alloc(4096)
+        try:  # the device's word is not enough
+            Lane(driver, device, 0, slot_bytes, self._thread_stream).close()
+            self._path = Path(desk)
+            self._listener = _listen(self._path)
+        except OSError:
+            self._free_streams()
+            raise
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="hops", daemon=True)
+        self._is_closing = False
+        self._thread.start()
+
+    # The loop's thread
+
+    def give(self, hidden: torch.Tensor, to: str) -> memoryview | None:
+        """Write hidden states [T, hidden] into the peer's lane; None where they go as bytes."""
+        with self._lock:
+            way = self._ways.get(to)
+            if way is None:
+                self._ask(to)
+                return None
+            try:
+                ticket = way.write(hidden, self._stream)
+            except OSError as error:
+                logger.warning("hidden states go as bytes to %s from now on: %s", to, error)
+                self._leave(to, way)
+                return None
+        self._catch_up()
+        return None if ticket is None else ticket.to_bytes()
+
+    def take(self, data: bytes | bytearray | memoryview) -> LandedRows | None:
+        """What a ticket tells of; None for rows as bytes."""
+        ticket = Ticket.of_bytes(data)
+        if ticket is None:
+            return None
+        with self._lock:
+            lane = self._lanes.get(ticket.lane)
+            if lane is None:
+                raise MachineFailed(f"hidden states came into a lane that is gone: {ticket}")
+            lane.num_open += 1
+        return LandedRows(self, lane, ticket, self._row_bytes)
+
+    def read(self, lane: Lane, number: int, num_bytes: int) -> torch.Tensor:
+        """A copy of the rows, behind a wait of the stream for them."""
+        read = Read(lane, number, time.monotonic())
+        with self._lock:
+            self._driver.wait_value(lane.slots.word(number), number, self._stream)
+            self._awaited.append(read)
+            self._unmarked.append(read)
+        self._catch_up()
+        return lane.slots.rows(number, num_bytes).clone()
+
+    def give_up(self, lane: Lane, number: int) -> None:
+        """Nobody will read these rows."""
+        with self._lock:
+            lane.num_open -= 1
+            lane.slots.give_back(number)
+
+    def mark(self) -> list[Read]:
+        """What was read since the last call."""
+        reads, self._unmarked = self._unmarked, []
+        return reads
+
+    def ended(self, reads: Sequence[Read]) -> None:
+        """The device has computed what reads them. Raises MachineFailed if they never came."""
+        with self._lock:
+            for read in reads:
+                self._awaited.remove(read)
+                read.lane.num_open -= 1
+                read.lane.slots.give_back(read.number)
+        if any(read.is_void for read in reads):
+            raise MachineFailed("a stage has told of hidden states that have not come")
+
+    @property
+    def _stream(self) -> int:
+        """On which torch computes."""
+        if self._device.type != "cuda":
+            return self._own_stream
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def _catch_up(self) -> None:
+        """Where torch computes at once, the stream has to, too."""
+        if self._device.type != "cuda":
+            self._driver.synchronize(self._own_stream)
+
+    def _ask(self, to: str) -> None:
+        desk = desk_of(to)
+        if to in self._ways or desk is None:
+            return
+        self._ways[to] = None
+        try:
+            self._ways[to] = _Way(self._driver, desk)
+        except OSError as error:
+            logger.info("hidden states go as bytes to %s: %s", to, error)
+        self._wake.send(b"w")
+
+    # The other thread
+
+    def _serve(self) -> None:
+        self._driver.enter()
+        while not self._is_closing:
+            with self._lock:
+                ways = {way.socket: to for to, way in self._ways.items() if way is not None}
+                sockets = [self._listener, self._woken, *self._takers, *ways]
+                is_calm = not (self._lanes or self._left)
+            poll, by_fd = select.poll(), {one.fileno(): one for one in sockets}
+            for fd in by_fd:
+                poll.register(fd, select.POLLIN)
+            ready = poll.poll(None if is_calm else LOOK_GAP_S * 1e3)
+            with self._lock:
+                for fd, _ in ready:
+                    one = by_fd[fd]
+                    if one is self._listener:
+                        self._let_in()
+                    elif one is self._woken:
+                        self._woken.recv(64)
+                    elif one in ways:
+                        self._turn_way(ways[one])
+                    elif one in self._takers:
+                        self._takers.pop(one).left_s = time.monotonic()
+                        one.close()
+                self._look(time.monotonic())
+
+    def _let_in(self) -> None:
+        taker: socket.socket | None = None
+        lane: Lane | None = None
+        fds: list[int] = []
+        try:
+            taker, _ = self._listener.accept()
+            if len(self._lanes) >= MOST_LANES:
+                raise OSError("there are enough lanes")
+            number = self._num_lanes + 1
+            lane = Lane(self._driver, self._device, number, self._slot_bytes, self._thread_stream)
+            fds.append(lane.export())
+            offer = lane.slots.offer.to_bytes()
+            socket.send_fds(taker, [offer], [*fds, lane.credits_fd])
+        except OSError as error:
+            logger.info("a peer's hidden states come as bytes: %s", error)
+            if lane is not None:
+                lane.close()
+            if taker is not None:
+                taker.close()
+        else:
+            self._num_lanes = number
+            self._lanes[number] = self._takers[taker] = lane
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _turn_way(self, to: str) -> None:
+        way = self._ways[to]
+        if way is None:
+            return  # left meanwhile
+        try:
+            way.accept(self._device)
+            logger.info("hidden states go into the memory of %s", to)
+        except OSError as error:
+            logger.info("hidden states go as bytes to %s: %s", to, error)
+            self._leave(to, way)
+
+    def _leave(self, to: str, way: _Way) -> None:
+        self._ways[to] = None
+        self._left.append(way)
+
+    def _look(self, now_s: float) -> None:
+        for read in self._awaited:
+            is_dead = read.lane.left_s is not None
+            patience_s = PATIENCE_WITH_THE_DEAD_S if is_dead else PATIENCE_S
+            if read.is_here or read.is_void or now_s - read.since_s < patience_s:
+                continue
+            word = read.lane.slots.word(read.number)
+            if self._value_at(word) == read.number:
+                read.is_here = True
+                continue
+            logger.error("hidden states have not come, the step is given up")
+            read.is_void = True
+            self._driver.write_value(word, read.number, self._thread_stream)
+            self._driver.synchronize(self._thread_stream)
+        # A way's end waits for this stream, and the stream perhaps for what is awaited.
+        while self._left and not self._awaited:
+            self._left.pop().close()
+        for number, lane in tuple(self._lanes.items()):
+            is_over = lane.left_s is not None and now_s - lane.left_s > LINGER_S
+            if is_over and lane.num_open == 0:
+                del self._lanes[number]
+                lane.close()
+
+    def _value_at(self, address: int) -> int:
+        self._driver.copy_out(self._seen, address, 4, self._thread_stream)
+        self._driver.synchronize(self._thread_stream)
+        return int.from_bytes(ctypes.string_at(self._seen, 4), "little")
+
+    def close(self) -> None:
+        """Nothing may be under way."""
+        self._is_closing = True
+        self._wake.send(b"w")
+        self._thread.join()
+        for one in (*self._takers, self._listener, self._wake, self._woken):
+            one.close()
+        for way in (*filter(None, self._ways.values()), *self._left):
+            way.close()
+        for lane in self._lanes.values():
+            lane.close()
+        self._path.unlink(missing_ok=True)
+        self._free_streams()
+
+    def _free_streams(self) -> None:
+        for stream in (self._own_stream, self._thread_stream):
+            self._driver.stream_destroy(stream)
+        self._driver.host_free(self._seen)
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.setblocking(False)
+    path.unlink(missing_ok=True)
+    try:
+        listener.bind(str(path))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener

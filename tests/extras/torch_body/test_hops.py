@@ -1,0 +1,193 @@
+"""Hidden states go into the next stage's memory, and nobody reads them before they are there."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kunserve.core.faults import MachineFailed
+from kunserve_extras.torch_body.cuda.driver import Driver
+from kunserve_extras.torch_body.hops import hops as hops_module
+from kunserve_extras.torch_body.hops.hops import Hops, LandedRows, _Way
+from kunserve_extras.torch_body.hops.lanes import NUM_SLOTS
+from tests.conftest import wait_until as eventually
+from tests.fakecuda.library import FakeCuda, build
+from tests.unit.transport.addresses import fresh_address
+
+ROW_BYTES, MOST_ROWS = 64, 3
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    made = FakeCuda()
+    yield made
+    assert made.left() == {}
+
+
+def opened(address: str | None = None) -> Hops:
+    driver = Driver(library=build())
+    return Hops(driver, CPU, address or fresh_address(), MOST_ROWS * ROW_BYTES, ROW_BYTES)
+
+
+def rows_of(value: float, num_rows: int = 2) -> torch.Tensor:
+    return torch.full((num_rows, ROW_BYTES // 4), value)
+
+
+class Pair:
+    """A stage and the next one, which have found each other."""
+
+    def __init__(self) -> None:
+        self.address = fresh_address()
+        self.first, self.second = opened(), opened(self.address)
+        assert self.first.give(rows_of(0.0), self.address) is None, "as bytes, and a lane is asked"
+        eventually(lambda: self.way.slots is not None)
+
+    @property
+    def way(self) -> _Way:
+        way = self.first._ways[self.address]
+        assert way is not None
+        return way
+
+    def send(self, hidden: torch.Tensor) -> LandedRows:
+        data = self.first.give(hidden, self.address)
+        assert data is not None
+        landed = self.second.take(bytes(data))
+        assert landed is not None and landed.num_rows == len(hidden)
+        return landed
+
+    def receive(self, landed: LandedRows) -> torch.Tensor:
+        rows = landed.tensor(torch.float32)
+        self.second.ended(self.second.mark())
+        return rows
+
+    def close(self) -> None:
+        self.first.close()
+        self.second.close()
+
+
+@pytest.fixture
+def pair(fake: FakeCuda) -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def write_late(monkeypatch: pytest.MonkeyPatch, pair: Pair, delay_s: float) -> None:
+    """As a device does that is busy: the ticket is on its way before the rows are."""
+    original = _Way.write
+
+    def write(way: _Way, hidden: torch.Tensor, stream: int) -> Any:
+        number = way.number
+        ticket = original(way, torch.zeros_like(hidden), stream)
+        way._driver.write_value(way.slots.word(number), number - 1, stream)  # type: ignore[union-attr]
+
+        def work() -> None:
+            way._driver.enter()
+            own = way._driver.stream()
+            way.slots.rows(number, hidden.nbytes).copy_(hidden.view(torch.uint8).flatten())  # type: ignore[union-attr]
+            way._driver.write_value(way.slots.word(number), number, own)  # type: ignore[union-attr]
+            way._driver.synchronize(own)
+            way._driver.stream_destroy(own)
+
+        if delay_s < 100.0:
+            threading.Timer(delay_s, work).start()
+        return ticket
+
+    monkeypatch.setattr(_Way, "write", write)
+
+
+def test_rows_come_in_any_number_of_turns(pair: Pair) -> None:
+    for turn in range(3 * NUM_SLOTS):
+        sent = rows_of(float(turn), 1 + turn % MOST_ROWS)
+        assert torch.equal(pair.receive(pair.send(sent)), sent)
+
+
+def test_a_slot_is_written_again_only_when_it_was_read(pair: Pair) -> None:
+    landed = [pair.send(rows_of(float(number))) for number in range(NUM_SLOTS)]
+    assert pair.first.give(rows_of(9.0), pair.address) is None, "as bytes: no slot is free"
+    first = landed[0].tensor(torch.float32)
+    assert pair.first.give(rows_of(9.0), pair.address) is None, "its step has not ended"
+    pair.second.ended(pair.second.mark())
+    landed.append(pair.send(rows_of(4.0)))
+    got = [first, *(pair.receive(one) for one in landed[1:])]
+    assert [float(rows[0, 0]) for rows in got] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_what_nobody_reads_is_given_up(pair: Pair) -> None:
+    """Its group was no more when it came."""
+    for number in range(2 * NUM_SLOTS):
+        pair.send(rows_of(float(number)))
+    assert torch.equal(pair.receive(pair.send(rows_of(7.0))), rows_of(7.0))
+
+
+def test_many_rows_go_as_bytes(pair: Pair) -> None:
+    assert pair.first.give(rows_of(1.0, MOST_ROWS + 1), pair.address) is None
+    assert pair.second.take(bytes(2 * ROW_BYTES)) is None
+
+
+def test_rows_are_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_late(monkeypatch, pair, 0.1)
+    assert torch.equal(pair.receive(pair.send(rows_of(5.0))), rows_of(5.0))
+
+
+def test_who_does_not_wait_reads_garbage(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the test before this one can fail."""
+    write_late(monkeypatch, pair, 0.1)
+    landed = pair.send(rows_of(5.0))
+    with monkeypatch.context() as faulty:
+        faulty.setattr(Driver, "wait_value", lambda *_: None)
+        assert not torch.equal(landed.tensor(torch.float32), rows_of(5.0))
+    slots = pair.way.slots
+    assert slots is not None
+    eventually(lambda: bool((slots.rows(1, 4) != 0).any()))
+    eventually(lambda: pair.second._value_at(slots.word(1)) == 1)
+    pair.second.ended(pair.second.mark())
+
+
+def test_rows_that_never_come_hang_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sender that died behind its ticket, and the outcome is not used."""
+    monkeypatch.setattr(hops_module, "PATIENCE_S", 0.2)
+    write_late(monkeypatch, pair, 1000.0)
+    landed = pair.send(rows_of(5.0))
+    landed.tensor(torch.float32)
+    with pytest.raises(MachineFailed):
+        pair.second.ended(pair.second.mark())
+
+
+def test_a_lane_outlives_its_sender_for_a_while(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    landed = pair.send(rows_of(3.0))
+    pair.way.socket.shutdown(2)
+    eventually(lambda: not pair.second._takers)
+    assert torch.equal(pair.receive(landed), rows_of(3.0))
+    monkeypatch.setattr(hops_module, "LINGER_S", 0.0)
+    eventually(lambda: not pair.second._lanes)
+
+
+def test_a_dead_receivers_memory_is_let_go_of(pair: Pair) -> None:
+    (taker,) = pair.second._takers
+    taker.shutdown(2)
+    eventually(lambda: pair.first._ways[pair.address] is None and not pair.first._left)
+    assert pair.first.give(rows_of(1.0), pair.address) is None
+
+
+@pytest.mark.parametrize("refuses", ["words", "export"])
+def test_what_the_device_cannot_is_done_as_bytes(fake: FakeCuda, refuses: str) -> None:
+    if refuses == "words":
+        fake.refuse_values()
+    else:
+        fake.describe(can_export=False)
+    with pytest.raises(OSError):
+        opened()
+
+
+def test_nobody_is_there_or_far_away(fake: FakeCuda) -> None:
+    hops = opened()
+    for address in ("ipc:///nowhere", "tcp://10.0.0.1:1", ""):
+        assert hops.give(rows_of(1.0), address) is None
+        assert hops.give(rows_of(1.0), address) is None
+    hops.close()
