@@ -71,6 +71,8 @@ class FlashInferOps:
         self.rms_norm = rest.rms_norm
         self.gate_mul = rest.gate_mul
         self.place = rest.place
+        self.product = rest.product
+        self.product_sizes = rest.product_sizes
 
     def attend(
         self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor

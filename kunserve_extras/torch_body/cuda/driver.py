@@ -220,6 +220,14 @@ class Driver:
         return _name(self._library, self.device)
 
     @property
+    def capability(self) -> tuple[int, int]:
+        """See ``Card``."""
+        major, minor = (
+            self._number("cuDeviceGetAttribute", which, self.device) for which in _CAPABILITY
+        )
+        return major, minor
+
+    @property
     def has_virtual_memory(self) -> bool:
         """Whether memory can be mapped at chosen addresses."""
         return bool(self._number("cuDeviceGetAttribute", _HAS_VIRTUAL_MEMORY, self.device))

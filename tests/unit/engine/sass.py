@@ -5,7 +5,8 @@
 For compute capability 9.0, by the ptxas and the disassembler that Triton brings: no device is
 needed. Of each kernel it says what must be true of fast ones, and ends with 1 where it is not:
 nothing is spilled, shared memory fits, keys and values (or rows) are loaded 16 bytes at a time, and
-products of half precision are the tensor cores'.
+products of half precision are the tensor cores'. Those with quantised weights are by one
+instruction however many tokens there are, and fetch ahead.
 """
 
 import re
@@ -19,15 +20,19 @@ from typing import Any
 
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.ops.table import PARTS
+from kunserve_extras.torch_body.quantised import FORMS
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
 from kunserve_extras.triton_ops.ops import LEAST_PART_KEYS, Tile, tiles_for
+from kunserve_extras.triton_ops.packed import packed_kernel
 from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
 from tests.specs import model_spec
 from tests.unit.engine.compiled_kernels import (
     CUOBJDUMP,
     NO_TILE,
+    Product,
     compile_kernel,
     place_variant,
+    product_variants,
     resources,
 )
 
@@ -35,6 +40,8 @@ LEAST_WIDTH = 1024
 """Of rows: 128 threads with 16 bytes each."""
 MOST_SHARED_BYTES = 227 * 1024
 WIDE = re.compile(r"\b(?:LDG|LDGSTS)\.[\w.]*128\b")
+LATER = re.compile(r"\bLDGSTS\.[\w.]*(?:64|128)\b")
+"""Straight into shared memory, while others are computed with."""
 TENSOR_CORES = re.compile(r"\b(?:HMMA|HGMMA|QGMMA)\.")
 
 
@@ -99,6 +106,12 @@ def variants(model: Model, dtype: str) -> Iterator[Variant]:
     yield place_kernel, constants, tile
 
 
+def products(model: Model, dtype: str) -> Iterator[Product]:
+    """With weights in each format that is kept: q, k and v with a bias, and down."""
+    for columns, has_bias in ((model.hidden, True), (model.intermediate, False)):
+        yield from product_variants(FORMS, columns, dtype, has_bias=has_bias)
+
+
 def disassemble(cubin: bytes) -> str:
     """Its machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -114,7 +127,10 @@ def faults(
     """What a fast kernel would not have, in words. Rows of a head are too short to be wide."""
     shared_bytes, registers, spilled_bytes = used
     is_attention = kernel in (attention_kernel, part_kernel)
+    is_product = kernel is packed_kernel
     is_wide = is_attention or constants.get("WIDTH", 0) >= LEAST_WIDTH
+    # Groups of 32 columns are too short for more than 8 bytes.
+    is_wide = is_wide or (is_product and constants["STEP"] >= 64)
     is_half = dtype != "float32"
     checks = {
         f"{spilled_bytes} bytes spilled": spilled_bytes > 0,
@@ -122,9 +138,19 @@ def faults(
         f"{shared_bytes} bytes of shared memory": shared_bytes > MOST_SHARED_BYTES,
         "no load of 16 bytes": is_wide and not WIDE.search(sass),
         "no tensor cores": is_attention and is_half and not TENSOR_CORES.search(sass),
+        "no tensor cores 64 rows at a time": is_product and is_half and "HGMMA.64x" not in sass,
+        "loads that wait": is_product and is_half and not LATER.search(sass),
         "tensor cores for float32": not is_half and bool(TENSOR_CORES.search(sass)),
     }
     return [what for what, is_so in checks.items() if is_so]
+
+
+def work(model: Model, dtype: str) -> Iterator[tuple[Any, dict[str, Any], Tile, str]]:
+    """All that is compiled: a kernel, its constants, its threads, and the type of scales."""
+    for kernel, constants, tile in variants(model, dtype):
+        yield kernel, constants, tile, "*fp32"
+    for product in products(model, dtype):
+        yield packed_kernel, product.constants, product.tile, product.scales
 
 
 def main(names: list[str]) -> int:
@@ -132,12 +158,12 @@ def main(names: list[str]) -> int:
     num_bad, known = 0, set()
     for name in names or MODELS:
         for dtype in ("bfloat16", "float32"):
-            for kernel, constants, tile in variants(MODELS[name], dtype):
-                key = kernel.__name__, dtype, str(constants), tile
+            for kernel, constants, tile, scales in work(MODELS[name], dtype):
+                key = kernel.__name__, dtype, str(constants), tile, scales
                 if key in known:
                     continue
                 known.add(key)
-                built = compile_kernel(kernel, dtype, constants, tile)
+                built = compile_kernel(kernel, dtype, constants, tile, scales)
                 sass, used = disassemble(built.asm["cubin"]), resources(built)
                 found = faults(kernel, dtype, constants, sass, used)
                 num_bad += bool(found)
