@@ -74,6 +74,8 @@ class FlashInferOps:
         self.route = rest.route
         self.run_experts = rest.run_experts
         self.sum_experts = rest.sum_experts
+        self.product = rest.product
+        self.product_sizes = rest.product_sizes
 
     def attend(
         self, layer: int, q: torch.Tensor, kv: torch.Tensor, batch: DeviceBatch, out: torch.Tensor

@@ -32,7 +32,7 @@ from kunserve.engine.weights.layout import WeightLayout
 from kunserve.engine.weights.loader import WeightLoader, packed_weights
 from kunserve.engine.weights.readers import Reader
 from kunserve.engine.weights.shared_loader import SharedLoader
-from kunserve.model.packed import WEIGHTS_LAYOUT
+from kunserve.model.packed import KEPT_ON_CPUS, NOTHING_KEPT, WEIGHTS_LAYOUT, Kept
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
 from kunserve.transport.bulk.host_store import HostStore
@@ -165,12 +165,12 @@ class OwnDecoders:
     """The part of ``Backend`` that is alike where our decoders compute."""
 
     hop_rows = 1
-    keeps_quantised = False
-    """Whether they compute with quantised weights. Else these are expanded when they are loaded."""
+    kept: Kept = NOTHING_KEPT
+    """What they compute with as it is stored."""
 
     def shape(self, source: ModelSource, model: ModelConfig) -> ModelSpec:
         """See ``Backend``."""
-        return shape_of(source, model, keeps=self.keeps_quantised)
+        return shape_of(source, model, self.kept)
 
     def host_kv(self, memory: Memory, num_bytes: int | None) -> HostKv:
         """See ``Backend``. Taken as it is needed."""
@@ -289,7 +289,7 @@ class CpuBackend(OneMemory):
     pads_steps = False
     computes_aside = False
     runs_ahead = False
-    keeps_quantised = True
+    kept = KEPT_ON_CPUS
     splits_head = True
     has_panels = True
     rows_are_alike = True

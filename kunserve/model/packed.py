@@ -26,11 +26,22 @@ class WeightFormat(enum.IntEnum):
     """8 bits, and a scale per row."""
     Q4_K = 5
     Q6_K = 6
+    # Those below are computed with on devices only.
+    FP8 = 7
+    """e4m3, and a scale per row."""
+    FP8_128 = 8
+    """e4m3, and a scale per row for each 128 columns."""
+    INT4_32 = 9
+    """4 bits, and a scale per row for each so many columns; 8 stands for 0."""
+    INT4_64 = 10
+    INT4_128 = 11
 
     @property
     def block_columns(self) -> int:
         """Columns must be a multiple of it."""
-        return _SUPERBLOCK if self in (WeightFormat.Q4_K, WeightFormat.Q6_K) else BLOCK_COLUMNS
+        if self in (WeightFormat.Q4_K, WeightFormat.Q6_K):
+            return _SUPERBLOCK
+        return _GROUPS.get(self, BLOCK_COLUMNS)
 
     def panel_bytes(self, num_columns: int) -> int:
         """Bytes of ``PANEL_ROWS`` rows: their scales, in lines of 64, and their values."""
@@ -43,8 +54,38 @@ class WeightFormat(enum.IntEnum):
             WeightFormat.INT8: (64, 512),
             WeightFormat.Q4_K: (64 * superblocks + 32 * blocks, 256),
             WeightFormat.Q6_K: (32 * superblocks + 32 * blocks, 384),
+            WeightFormat.FP8: (64, 512),
+            WeightFormat.FP8_128: (16 * blocks, 512),
+            WeightFormat.INT4_32: (64 * blocks, 256),
+            WeightFormat.INT4_64: (32 * blocks, 256),
+            WeightFormat.INT4_128: (16 * blocks, 256),
         }[self]
         return -(-scales // 64) * 64 + blocks * values
+
+
+_GROUPS = {
+    WeightFormat.FP8_128: 128,
+    WeightFormat.INT4_32: 32,
+    WeightFormat.INT4_64: 64,
+    WeightFormat.INT4_128: 128,
+}
+INT4 = {group: kind for kind, group in _GROUPS.items() if kind is not WeightFormat.FP8_128}
+"""By how many columns share a scale."""
+FP8_FORMATS = frozenset({WeightFormat.FP8, WeightFormat.FP8_128})
+_ON_DEVICES = FP8_FORMATS | set(INT4.values())
+
+
+class Kept(NamedTuple):
+    """What somebody computes with as it is stored. Anything else is expanded when it is loaded."""
+
+    formats: frozenset[WeightFormat] = frozenset()
+    experts: bool = False
+    """Also the matrices of experts."""
+
+
+NOTHING_KEPT = Kept()
+KEPT_ON_CPUS = Kept(frozenset(WeightFormat) - _ON_DEVICES - {WeightFormat.PLAIN}, experts=True)
+KEPT_ON_DEVICES = Kept(_ON_DEVICES | {WeightFormat.INT8, WeightFormat.Q8_0, WeightFormat.Q4_0})
 
 
 class Run(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 from kunserve.core.layout import LayerRange
 from kunserve.engine.attention import TORCH_DTYPES, capped
 from kunserve.engine.cpu.decoder import Found, StepBatch, StepLimits, scaled
+from kunserve.engine.cpu.kernels.ops import Matrix
 from kunserve.engine.cpu.kernels.rope import rope_tables
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.model.spec import ModelSpec
@@ -29,11 +30,16 @@ from kunserve_extras.torch_body.graphs import (
 )
 from kunserve_extras.torch_body.ops.table import DeviceBatch, HeadNorms, Heads, Ops
 from kunserve_extras.torch_body.pinned import Sender
+from kunserve_extras.torch_body.quantised import (
+    QuantisedMatrix,
+    has_quantised,
+    layers_of_each_kind,
+)
 from kunserve_extras.torch_body.scratch import Scratch
 from kunserve_extras.torch_body.whole_steps import WholeSteps
 
-_WARM_UP_POSITIONS = (0, 1, 0)
-"""Of a prompt of two tokens, and of a single one: different kernels attend to them."""
+_LEAST_WARM_UP = 3
+"""A prompt of two tokens, and a single one: different kernels attend to them."""
 RECORD_WITHIN_S = 60.0
 """No further size of steps is recorded when the start has taken so long for it."""
 
@@ -103,8 +109,9 @@ class TorchDecoder:
             table.reserve(limits.num_positions)
         self._reserve_positions(limits.num_positions)
         self._reserve_logits(limits.num_sampled)
-        if limits.num_tokens >= len(_WARM_UP_POSITIONS):
-            self._warm_up()
+        for num_tokens in self._warm_up_sizes(limits.num_tokens):
+            for layer in layers_of_each_kind(self._weights):
+                self._warm_up(num_tokens, layer, min(num_tokens, limits.num_sampled))
         if self._spec.experts is not None and limits.num_tokens:
             # Large steps may have kernels of their own.
             self._add_experts(0, self._scratch, torch.zeros_like(self._scratch.normed))
@@ -122,19 +129,27 @@ class TorchDecoder:
         """What was recorded and asked for; None where nothing is recorded."""
         return self._recorded[0][0].counts if self._recorded else None
 
-    def _warm_up(self) -> None:
-        """Have all kernels compiled, by a step of one layer that writes below unit 0."""
-        nowhere = np.full((2, 2), -self._spec.num_layers, dtype=np.int32)
+    def _warm_up_sizes(self, num_tokens: int) -> list[int]:
+        """Steps of so many tokens have all kernels compiled that ones of ``num_tokens`` need."""
+        sizes = {_LEAST_WARM_UP}
+        if has_quantised(self._weights):
+            sizes |= {max(_LEAST_WARM_UP, size) for size in self._ops.product_sizes}
+        return sorted(size for size in sizes if size <= num_tokens)
+
+    def _warm_up(self, num_tokens: int, layer: int, num_sampled: int) -> None:
+        """Have kernels compiled, by a step of one layer that writes below unit 0."""
+        end = num_tokens - 1
+        tables = np.full((2, -(-end // self._block_size)), -self._spec.num_layers, dtype=np.int32)
         batch = StepBatch(
-            token_ids=np.zeros(len(_WARM_UP_POSITIONS), dtype=np.int32),
-            positions=np.array(_WARM_UP_POSITIONS, dtype=np.int32),
-            tables=nowhere,
+            token_ids=np.zeros(num_tokens, dtype=np.int32),
+            positions=np.array([*range(end), 0], dtype=np.int32),
+            tables=tables,
             rows=np.arange(2, dtype=np.int32),
-            q_starts=np.array([0, 2, 3], dtype=np.int32),
-            context_lens=np.array([2, 1], dtype=np.int32),
-            sample_rows=np.array([2], dtype=np.int32),
+            q_starts=np.array([0, end, num_tokens], dtype=np.int32),
+            context_lens=np.array([end, 1], dtype=np.int32),
+            sample_rows=np.arange(num_tokens - num_sampled, num_tokens, dtype=np.int32),
         )
-        self.set_layers(LayerRange(0, 1))
+        self.set_layers(LayerRange(layer, layer + 1))
         self.logits(batch, self.forward(batch, self.embed(batch)))
         self.set_layers(LayerRange(0, self._spec.num_layers))
 
@@ -169,7 +184,7 @@ class TorchDecoder:
     def _run_whole(self, whole: WholeSteps, scratch: Scratch, rows: int) -> None:
         """What is recorded of a whole step."""
         batch, hidden, angles = whole.begin(rows)
-        torch.index_select(self._weights.embedding, 0, batch.token_ids, out=hidden)
+        self._gather(batch.token_ids, hidden)
         scaled(hidden, self._spec.embedding_scale)
         for layer in range(self._spec.num_layers):
             self._run_layer(layer, hidden, angles, batch, scratch)
@@ -219,7 +234,18 @@ class TorchDecoder:
         ids = batch.fed
         if ids is None:
             ids = self._sender.send({"ids": batch.token_ids.astype(np.int64)})["ids"]
-        return scaled(self._weights.embedding.index_select(0, ids), self._spec.embedding_scale)
+        hidden = torch.empty(
+            len(ids), self._spec.hidden_size, dtype=self._dtype, device=self._device
+        )
+        self._gather(ids, hidden)
+        return scaled(hidden, self._spec.embedding_scale)
+
+    def _gather(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        embedding = self._weights.embedding
+        if isinstance(embedding, QuantisedMatrix):
+            out.copy_(embedding.gathered(ids, self._dtype))
+        else:
+            torch.index_select(embedding, 0, ids, out=out)
 
     def forward(
         self,
@@ -271,7 +297,7 @@ class TorchDecoder:
         self._ops.rms_norm(rows, self._weights.final_norm, self._spec.rms_eps, rows)
         scaled(rows, self._spec.logit_scale)
         raw = out if self._dtype == torch.float32 else self._raw_logits[: len(rows)]
-        torch.mm(rows, self._weights.head.t(), out=raw)
+        self._linear(rows, self._weights.head, None, raw)
         return capped(out if raw is out else out.copy_(raw), self._spec.logit_cap)
 
     def _reserve_logits(self, num_rows: int) -> None:
@@ -313,7 +339,7 @@ class TorchDecoder:
         scratch = scratch.first(len(hidden))
         normed, qkv, mixed = scratch.normed, scratch.qkv, scratch.mixed
         ops.rms_norm(hidden, weights.input_norm, spec.rms_eps, normed)
-        _linear(normed, weights.qkv, weights.qkv_bias, qkv)
+        self._linear(normed, weights.qkv, weights.qkv_bias, qkv)
         heads, norms = self._heads(qkv, weights)
         ops.place(layer, heads, norms, angles[spec.rope_of(layer)], self._kv, batch)
         ops.attend(layer, heads[0], self._kv, batch, mixed)
@@ -323,7 +349,7 @@ class TorchDecoder:
             self._add_experts(layer, scratch, hidden)
             return
         gate_up, gated = scratch.gate_up, scratch.gated
-        _linear(normed, weights.gate_up, weights.gate_up_bias, gate_up)
+        self._linear(normed, weights.gate_up, weights.gate_up_bias, gate_up)
         ops.gate_mul(gate_up, gated)
         self._add(gated, weights.down, weights.down_bias, weights.mlp_out_norm, normed, hidden)
 
@@ -335,7 +361,7 @@ class TorchDecoder:
     def _add(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Matrix,
         bias: torch.Tensor | None,
         norm: torch.Tensor | None,
         room: torch.Tensor,
@@ -345,9 +371,9 @@ class TorchDecoder:
         does so.
         """
         if norm is None and self._add_up is None:
-            _add_linear(x, weight, bias, residual)
+            self._add_linear(x, weight, bias, residual)
             return
-        _linear(x, weight, bias, room)
+        self._linear(x, weight, bias, room)
         if self._add_up is not None:
             self._add_up(room)
         if norm is not None:
@@ -376,21 +402,24 @@ class TorchDecoder:
         if num_positions > len(self._angles[0]):
             self._angles = [table.table(num_positions).to(self._device) for table in self._rope]
 
+    def _linear(
+        self, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """``x`` times ``weight`` transposed, and the bias, into ``out``."""
+        if isinstance(weight, QuantisedMatrix):
+            self._ops.product(x, weight, bias, out, False)
+        elif bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
 
-def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """``x`` times ``weight`` transposed, and the bias, into ``out``."""
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _add_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
-) -> None:
-    """Add to ``residual``."""
-    residual.addmm_(x, weight.t())
-    if bias is not None:
-        residual.add_(bias)
+    def _add_linear(
+        self, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> None:
+        """Add to ``residual``."""
+        if isinstance(weight, QuantisedMatrix):
+            self._ops.product(x, weight, bias, residual, True)
+            return
+        residual.addmm_(x, weight.t())
+        if bias is not None:
+            residual.add_(bias)

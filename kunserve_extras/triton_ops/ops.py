@@ -8,8 +8,11 @@ import triton
 
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.ops.table import DeviceBatch, HeadNorms, Heads
+from kunserve_extras.torch_body.quantised import QuantisedMatrix
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
 from kunserve_extras.triton_ops.expert_ops import ExpertOps
+from kunserve_extras.triton_ops.packed import packed_kernel
+from kunserve_extras.triton_ops.packed_tiles import PRODUCT_TOKENS, product_tile
 from kunserve_extras.triton_ops.recorder import TorchRecorder
 from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
 from kunserve_extras.triton_ops.tiles import LEAST_PART_KEYS, AttentionTiles, tiles_for
@@ -32,6 +35,8 @@ def place_warps(group_pad: int, pad: int) -> int:
 
 class TritonOps(ExpertOps):
     """Implements ``Ops`` for a model on a CUDA device, or in Triton's interpreter."""
+
+    product_sizes: tuple[int, ...] = PRODUCT_TOKENS
 
     def __init__(self, spec: ModelSpec, tiles: AttentionTiles | None = None) -> None:
         super().__init__(spec)
@@ -62,6 +67,45 @@ class TritonOps(ExpertOps):
         gate_mul_kernel[grid](
             gate_up, out, *strides, WIDTH=width, PIECE=_GATE_PIECE, GELU=self._spec.has_gelu
         )
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: QuantisedMatrix,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        adds: bool,
+    ) -> None:
+        """See ``Ops``. A launch for each part."""
+        assert x.is_contiguous() and out.stride(1) == 1, (x.stride(), out.stride())
+        first = 0
+        for part in weight.parts:
+            rows = slice(first, first + part.num_rows)
+            own = x if bias is None else bias[rows]
+            tile = product_tile(len(x), part, self._spec.dtype)
+            grid = (triton.cdiv(part.num_rows, tile.rows), triton.cdiv(len(x), tile.tokens))
+            packed_kernel[grid](
+                x,
+                part.values,
+                part.scales,
+                own,
+                out[:, rows],
+                len(x),
+                part.num_rows,
+                out.stride(0),
+                COLUMNS=part.num_columns,
+                GROUP=part.group,
+                BITS=part.form.bits,
+                FLOATS=part.form.is_e4m3,
+                BIAS=bias is not None,
+                ADDS=adds,
+                ROWS=tile.rows,
+                TOKENS=tile.tokens,
+                STEP=tile.step,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+            first += part.num_rows
 
     def place(
         self,

@@ -146,7 +146,8 @@ def _norm(norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) 
 
 def _gate_in_product(part: nn.Module) -> None:
     """A layer whose gate's rows and others go through SiLU does so as they are multiplied."""
-    product, gate = getattr(part, "gate_up_proj", None), getattr(part, "act_fn", None)
+    product: Any = getattr(part, "gate_up_proj", None)
+    gate: Any = getattr(part, "act_fn", None)
     is_pair = type(product) is MergedColumnParallelLinear and len(product.output_sizes) == 2
     weight = getattr(product, "weight", None)  # quantised ones have others
     if is_pair and type(gate) is SiluAndMul and weight is not None and is_known(weight):

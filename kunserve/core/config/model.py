@@ -25,11 +25,11 @@ class ModelConfig:
     """Weights and KV; float16 on a GPU only."""
     load_format: Annotated[Literal["auto", "safetensors", "gguf", "dummy"], _model()] = "auto"
     """How weights are read; dummy makes random ones."""
-    quantization: Annotated[Literal["none", "auto", "gguf", "compressed-tensors"], _model()] = (
-        "none"
-    )
-    """How weights lie in memory: none expands quantised ones to --dtype, auto keeps them as they
-    are stored (on CPUs); gguf and compressed-tensors insist on being kept."""
+    quantization: Annotated[
+        Literal["none", "auto", "gguf", "compressed-tensors", "fp8"], _model()
+    ] = "none"
+    """How weights lie in memory: none expands quantised ones to --dtype, auto keeps those as they
+    are stored that the device computes with; gguf, compressed-tensors and fp8 insist on it."""
     seed: Annotated[int, _model()] = 0
     """For dummy weights, and for requests that bring no seed."""
     generation_config: Annotated[Literal["auto", "vllm"], _model()] = "auto"

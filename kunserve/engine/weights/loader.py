@@ -15,7 +15,7 @@ from kunserve.engine.cpu.kernels.packed import PackedMatrix
 from kunserve.engine.cpu.kernels.panels import PanelMatrix
 from kunserve.engine.layer_weights import LayerWeights, ModelWeights
 from kunserve.engine.weights.layout import Section, WeightLayout
-from kunserve.engine.weights.packing import pack
+from kunserve.engine.weights.packing import StoredRows, pack
 from kunserve.engine.weights.pieces import EXPERT_PARTS, Piece, rows_of
 from kunserve.engine.weights.readers import Reader
 from kunserve.model.packed import PAIRED, PackedField
@@ -80,6 +80,10 @@ Put: TypeAlias = Callable[[int, npt.NDArray[np.uint8]], None]
 """Copies bytes to an offset of the weights range."""
 
 
+Pack: TypeAlias = Callable[[PackedField, list[StoredRows]], npt.NDArray[np.uint8]]
+"""As ``packing.pack``."""
+
+
 class WeightLoader:
     """Fills a model's packed tensors from one checkpoint, a piece at a time."""
 
@@ -90,13 +94,18 @@ class WeightLoader:
         spec: ModelSpec,
         weights: ModelWeights,
         put: Put | None = None,
+        pack: Pack = pack,
     ) -> None:
-        """With ``put`` the weights are not in host memory: they get there from it."""
+        """With ``put`` the weights are not in host memory: they get there from it.
+
+        ``pack`` makes the bytes of what stays quantised.
+        """
         self._reader = reader
         self._layout = layout
         self._spec = spec
         self._weights = weights
         self._put = put
+        self._pack = pack
 
     def check(self) -> None:
         """Raise ModelFiles unless every piece is there, before any time is spent on reading."""
@@ -132,7 +141,6 @@ class WeightLoader:
         for field, slot in section.slots.items():
             there = getattr(held, field)
             if slot.packed is not None:
-                assert self._put is None, "only host memory has packed weights"
                 packed = self._read_packed(layer, slot.packed, slot.shape[0])
                 self._write(offset + slot.offset, packed, there.data, gate)
                 continue
@@ -177,7 +185,7 @@ class WeightLoader:
             self._reader.read_stored(Piece(layer, name))
             for name, _, _ in rows_of(field.name, num_rows, self._spec)
         ]
-        return torch.from_numpy(pack(field, pieces))
+        return torch.from_numpy(self._pack(field, pieces))
 
 
 def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -18,9 +18,10 @@ class StoredRows(NamedTuple):
     """A quantised matrix as a checkpoint has it."""
 
     blocks: Bytes
-    """[rows, bytes] each row's blocks as GGML has them; for INT8 a byte per value."""
+    """[rows, bytes] each row's blocks as GGML has them; for INT8 and FP8 a byte per value, for
+    INT4 one for two, the first low."""
     scales: npt.NDArray[np.float32] | None = None
-    """[rows] for INT8."""
+    """[rows] for INT8 and FP8, [rows, groups] where several columns share one."""
 
 
 def pack(field: PackedField, pieces: Sequence[StoredRows]) -> Bytes:

@@ -16,16 +16,14 @@ from kunserve.engine.weights.expert_pieces import Place, gguf_places, hf_places
 from kunserve.engine.weights.packing import StoredRows
 from kunserve.engine.weights.pieces import Piece
 from kunserve.engine.weights.quants import dequantise, row_bytes
+from kunserve.engine.weights.scaled import SCALES, WORDS, ScaledFile, expand
 from kunserve.model.gguf.config import PAIRED_ROPE
 from kunserve.model.gguf.file import read_gguf
 from kunserve.model.json_file import read_json
 from kunserve.model.packed import WeightFormat
-from kunserve.model.quantization import COMPRESSED_TENSORS, GGUF_FORMATS
+from kunserve.model.quantization import COMPRESSED_TENSORS, FP8, GGUF_FORMATS
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec
-
-_SCALE, _WORDS = "_scale", "_packed"
-"""What compressed-tensors append to a quantised weight's name: a scale per row; int8 in words."""
 
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 """What names begin with instead of ``model.`` where the model is part of one with images."""
@@ -134,6 +132,9 @@ class SafetensorsReader:
                 for name in file.keys()  # noqa: SIM118
             }
 
+        self._scaled = ScaledFile(
+            self._file_of, lambda name: self._file(name).get_slice(name), self.tensor
+        )
         self._prefix = "model."
         for prefix in _TEXT_PREFIXES:
             if f"{prefix}embed_tokens.weight" in self._file_of:
@@ -143,14 +144,11 @@ class SafetensorsReader:
         """Raise ModelFiles unless the piece is there, whole and of this shape."""
         place = self._place(piece)
         name = place.name
-        if self.format_of(piece) is WeightFormat.PLAIN:
+        if self._scaled.scale_of(name) is None:
             self._check(name, place.stack or shape, self._DTYPES)
             return
-        self._check(name + _SCALE, (shape[0], 1), self._DTYPES)
-        if name + _WORDS in self._file_of:
-            self._check(name + _WORDS, (shape[0], -(-shape[1] // 4)), ("I32",))
-        else:
-            self._check(name, shape, ("I8",))
+        for wanted in self._scaled.expected(name, shape):
+            self._check(*wanted)
 
     def _check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
         path = self._file_of.get(name)
@@ -174,13 +172,14 @@ class SafetensorsReader:
     @property
     def quantization(self) -> str | None:
         """How its weights are quantised, as ``--quantization`` names it, if they are."""
-        scaled = any(name.endswith(_SCALE) for name in self._file_of)
-        return COMPRESSED_TENSORS if scaled else None
+        if not any(name.endswith(SCALES) for name in self._file_of):
+            return None
+        stated = read_json(self._folder / "config.json").get("quantization_config")
+        return FP8 if (stated or {}).get("quant_method") == FP8 else COMPRESSED_TENSORS
 
     def format_of(self, piece: Piece) -> WeightFormat:
-        """INT8 where a scale per row stands beside the tensor."""
-        is_scaled = self._place(piece).name + _SCALE in self._file_of
-        return WeightFormat.INT8 if is_scaled else WeightFormat.PLAIN
+        """By the scales that stand beside the tensor."""
+        return self._scaled.format_of(self._place(piece).name)
 
     def _place(self, piece: Piece) -> Place:
         """Where the piece is; where it usually would be, if it is nowhere."""
@@ -188,37 +187,26 @@ class SafetensorsReader:
             place._replace(name=re.sub(r"^model\.", self._prefix, place.name))
             for place in hf_places(piece, self._spec)
         ]
-        there = (
-            p for p in places if not self._file_of.keys().isdisjoint((p.name, p.name + _SCALE))
-        )
+        there = (p for p in places if not self._file_of.keys().isdisjoint((p.name, p.name + WORDS)))
         return next(there, places[0])
 
     def read_stored(self, piece: Piece) -> StoredRows:
         """A piece whose format is not PLAIN, as it is stored."""
-        name = self._place(piece).name
-        scales = self.tensor(name + _SCALE).float().view(-1).numpy()
-        if name + _WORDS in self._file_of:
-            # Four values to a word, the first lowest, each 128 too large.
-            words = self.tensor(name + _WORDS).contiguous().view(torch.uint8)
-            values = words.numpy() ^ np.uint8(0x80)
-        else:
-            values = self.tensor(name).contiguous().view(torch.uint8).numpy()
-        return _parted(StoredRows(values, scales), self._paired_heads.get(piece.name))
+        rows = self._scaled.rows(self._place(piece).name)
+        return _parted(rows, self._paired_heads.get(piece.name))
 
     def read(self, piece: Piece, destination: torch.Tensor) -> None:
         """Fill the destination."""
-        if self.format_of(piece) is WeightFormat.PLAIN:
-            stored = self._stored(self._place(piece))
-            num_heads = self._paired_heads.get(piece.name)
-            if num_heads is None:
-                destination.copy_(stored)
-            else:
-                _part_pairs(stored, num_heads, destination)
+        kind = self.format_of(piece)
+        if kind is not WeightFormat.PLAIN:
+            expand(kind, self.read_stored(piece), destination)
             return
-        rows = self.read_stored(piece)
-        assert rows.scales is not None
-        values = torch.from_numpy(rows.blocks).view(torch.int8)[:, : destination.shape[1]]
-        destination.copy_(values.float() * torch.from_numpy(rows.scales)[:, None])
+        stored = self._stored(self._place(piece))
+        num_heads = self._paired_heads.get(piece.name)
+        if num_heads is None:
+            destination.copy_(stored)
+        else:
+            _part_pairs(stored, num_heads, destination)
 
     def _stored(self, place: Place) -> torch.Tensor:
         if not place.stack:

@@ -46,7 +46,7 @@ FLAGS = {
     "--disable-log-stats": "statistics are logged only while there is work, so leave the flag out",
 }
 
-_NOT_QUANTISED = "KunServe reads GGUF, and int8 per channel by compressed-tensors"
+_NOT_QUANTISED = "KunServe reads GGUF, fp8, and int8, e4m3 and int4 by compressed-tensors"
 VALUES: dict[str, dict[str, str]] = {
     "dtype": {
         "auto": "whatever the files hold, weights become bfloat16; leave the flag out",
@@ -54,7 +54,7 @@ VALUES: dict[str, dict[str, str]] = {
         "float": "write float32",
     },
     "quantization": dict.fromkeys(
-        ("awq", "gptq", "fp8", "bitsandbytes", "awq_marlin", "gptq_marlin"), _NOT_QUANTISED
+        ("awq", "gptq", "bitsandbytes", "awq_marlin", "gptq_marlin"), _NOT_QUANTISED
     ),
     "tool_call_parser": {
         "qwen2_5": "Qwen2.5 writes calls as Hermes does; write hermes",

@@ -23,7 +23,8 @@ from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.cpu.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
-from kunserve.model.quantization import kept_quantization
+from kunserve.model.packed import KEPT_ON_CPUS, KEPT_ON_DEVICES, NOTHING_KEPT
+from kunserve.model.quantization import kept_layer_bytes, kept_quantization
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.model.spec import ModelSpec
 from kunserve.server.http.api_keys import ApiKeys
@@ -51,6 +52,17 @@ class Launched:
         return (*self.config.model.served_model_name, self.config.model.model)[0]
 
 
+def _kept_of(
+    config: KunServeConfig, source: ModelSource, spec: ModelSpec
+) -> tuple[str | None, float | None]:
+    """How weights stay quantised in memory, and what a layer's take then, if they do."""
+    keeps = KEPT_ON_CPUS if config.instance.device == "cpu" else KEPT_ON_DEVICES
+    if config.instance.tensor_parallel_size > 1:
+        keeps = NOTHING_KEPT
+    kept = kept_quantization(source, config.model, keeps)
+    return kept, None if kept is None else kept_layer_bytes(source, spec, keeps)
+
+
 async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Launched:
     """Start the instances. Raises ConfigError when they cannot start; the caller closes them.
 
@@ -64,9 +76,8 @@ async def launch(config: KunServeConfig, run_folder: Path | None = None) -> Laun
     if defaults != SamplingDefaults():
         logger.info("sampling defaults of the model: %s", defaults.shown)
     num_ranks = config.instance.tensor_parallel_size
-    keeps = config.instance.device == "cpu" and num_ranks == 1
-    kept = kept_quantization(source, config.model, keeps=keeps)
-    plan = make_plan(config, source, spec, kept)
+    kept, layer_bytes = _kept_of(config, source, spec)
+    plan = make_plan(config, spec, kept, layer_bytes)
     launcher = await asyncio.to_thread(_launcher, config, run_folder)
     logger.info(
         "starting model=%s dtype=%s quantization=%s instances=%d ranks_per_instance=%d "

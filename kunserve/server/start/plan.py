@@ -16,9 +16,7 @@ from kunserve.engine.memory.copy_rate import measure_copy_rate
 from kunserve.engine.memory.free_memory import available_bytes
 from kunserve.engine.nodes import node_numbers, numa_nodes
 from kunserve.model.profile import ProfileSubject, find_cost
-from kunserve.model.quantization import kept_layer_bytes
 from kunserve.model.sharding import check_shardable, spread_over_ranks
-from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec, period_of
 from kunserve.policy.batch.cost import assumed_cost
 
@@ -26,12 +24,12 @@ logger = logging.getLogger("kunserve.server")
 
 
 def make_plan(
-    config: KunServeConfig, source: ModelSource, spec: ModelSpec, kept: str | None
+    config: KunServeConfig, spec: ModelSpec, kept: str | None, layer_bytes: float | None
 ) -> Plan:
     """The plan, and a line of log about each part of it.
 
-    ``kept`` is how weights stay quantised in memory, if they do. Raises ConfigError for what the
-    model or the machine cannot do.
+    ``kept`` is how weights stay quantised in memory, and ``layer_bytes`` what a layer's take then,
+    if they do. Raises ConfigError for what the model or the machine cannot do.
     """
     check_length(config, spec)
     ring = find_ring(config, spec)
@@ -40,8 +38,9 @@ def make_plan(
         check_shardable(spread_over_ranks(spec, config.instance), num_ranks)
     share, device = None, config.instance.device
     if device != "cpu" and config.cluster.launcher == "local":  # else each has its GPUs to itself
-        share = find_extra("cards", "cuda", f"--device {device}").find_share(config, spec)
-    layer_bytes = None if kept is None else kept_layer_bytes(source, spec)
+        share = find_extra("cards", "cuda", f"--device {device}").find_share(
+            config, spec, layer_bytes
+        )
     cost = find_step_cost(config, spec, kept, layer_bytes)
     return Plan(config, Measured(cost, find_swap(config, share), ring, share, find_sharers(config)))
 

@@ -24,6 +24,7 @@ from kunserve.engine.sampling.sampler import Sampler
 from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
+from kunserve.model.packed import FP8_FORMATS, KEPT_ON_DEVICES
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.cuda.driver import LIBRARY, Driver
 from kunserve_extras.torch_body.cuda.host_kv import PinnedKv
@@ -36,6 +37,7 @@ from kunserve_extras.torch_body.hops.lanes import MOST_SLOT_BYTES, lane_bytes
 from kunserve_extras.torch_body.ops.expert_room import expert_bytes
 from kunserve_extras.torch_body.ops.reference import ReferenceOps
 from kunserve_extras.torch_body.ops.table import Ops, sums_bytes
+from kunserve_extras.torch_body.quantised import pack_rows, weights_of
 from kunserve_extras.torch_body.sampler import ROWS_AT_ONCE, ROWS_SORTED, TorchSampler
 from kunserve_extras.torch_body.scratch import dense_size
 
@@ -55,6 +57,12 @@ _DRAW_BYTES = 20
 bans."""
 _SORT_BYTES = 48
 """Of each logit of rows that are sorted: weights, their ids and running sums, and masks."""
+
+
+_HAS_FP8 = (8, 9)
+"""Compute capability from which a device widens e4m3 by itself. Others have it expanded."""
+_GATHER_BYTES = 16
+"""Of each number of a row of a quantised embedding while it is widened."""
 
 
 def _triton() -> Any:
@@ -102,6 +110,9 @@ class CudaBackend(OneMemory):
         if not self._driver.has_virtual_memory:
             raise ConfigError(f"{self._driver.name} cannot map memory at chosen addresses")
         self.device = device
+        self.kept = KEPT_ON_DEVICES
+        if self._driver.capability < _HAS_FP8:
+            self.kept = self.kept._replace(formats=self.kept.formats - FP8_FORMATS)
         self.enter()
         self._recorder = recorder
         self._attention = "fused"
@@ -165,15 +176,21 @@ class CudaBackend(OneMemory):
         num_single, num_mixed = limits.most_single_tokens, min(limits.num_tokens, MIXED_ROWS[-1])
         steps = (num_single + num_mixed) * row + sums_bytes(spec, num_single)
         experts = expert_bytes(limits.num_tokens, spec)
+        if spec.packed is not None and any(one.name == "embedding" for one in spec.packed.ends):
+            steps += limits.num_tokens * spec.hidden_size * _GATHER_BYTES
         lane = lane_bytes(_slot_bytes(spec, limits), 1)
         return limits.buffer_bytes(spec) + gate_up + logits + drawing + steps + experts + lane
+
+    def weights(self, memory: Memory, spec: ModelSpec) -> ModelWeights:
+        """See ``Backend``."""
+        return weights_of(super().weights(memory, spec))
 
     def loader(
         self, reader: Reader, spec: ModelSpec, memory: Memory, weights: ModelWeights
     ) -> WeightLoader:
         """See ``Backend``."""
         own = memory.shards[0]
-        return WeightLoader(reader, own.layout, spec, weights, own.put_weights)
+        return WeightLoader(reader, own.layout, spec, weights, own.put_weights, pack_rows)
 
     def decoder(
         self,

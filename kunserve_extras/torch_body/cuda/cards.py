@@ -71,10 +71,13 @@ def check_card(card: Card, dtype: str) -> None:
         )
 
 
-def find_share(config: KunServeConfig, spec: ModelSpec) -> CardShare | None:
+def find_share(
+    config: KunServeConfig, spec: ModelSpec, layer_bytes: float | None = None
+) -> CardShare | None:
     """What each instance gets of the cards, where that is not told in bytes; None on the CPU.
 
-    Raises ConfigError for what cannot run on these cards, before anything is started.
+    ``layer_bytes``: about what a layer's weights take, where they stay quantised. Raises
+    ConfigError for what cannot run on these cards, before anything is started.
     """
     instance = config.instance
     library = library_of(instance.device)
@@ -89,7 +92,10 @@ def find_share(config: KunServeConfig, spec: ModelSpec) -> CardShare | None:
     on_each = -(-most // len(cards))
     if num_ranks > 1:
         spec = spec_of_rank(spread_over_ranks(spec, instance), num_ranks)
-    _check_weights(used, spec, on_each, num_ranks)
+    weights_bytes = WeightLayout(spec, _GRANULARITY_BYTES).num_bytes
+    if layer_bytes is not None:
+        weights_bytes -= spec.num_layers * int(spec.layer_bytes - layer_bytes)
+    _check_weights(used, spec, weights_bytes, on_each, num_ranks)
     utilization = instance.gpu_memory_utilization
     if utilization is None:
         return None
@@ -105,7 +111,9 @@ def find_share(config: KunServeConfig, spec: ModelSpec) -> CardShare | None:
     return CardShare(share, num_ranks * int(share * smallest_bytes))
 
 
-def _check_weights(cards: tuple[Card, ...], spec: ModelSpec, on_each: int, num_ranks: int) -> None:
+def _check_weights(
+    cards: tuple[Card, ...], spec: ModelSpec, weights_bytes: int, on_each: int, num_ranks: int
+) -> None:
     """Raise TooLittleMemory where the weights alone are more than a card can hold.
 
     ``spec`` is a rank's.
@@ -114,7 +122,6 @@ def _check_weights(cards: tuple[Card, ...], spec: ModelSpec, on_each: int, num_r
     if num_ranks > 1:
         part, whose = f" on each of {num_ranks} ranks", "ranks"
         holds = "--tensor-parallel-size parts it too little"
-    weights_bytes = WeightLayout(spec, _GRANULARITY_BYTES).num_bytes
     for card in cards:
         has = f"{card.name} has {card.total_bytes / _GIB:.1f} GiB"
         each = f"{spec.name} has {weights_bytes / _GIB:.1f} GiB of weights in {spec.dtype}{part}"

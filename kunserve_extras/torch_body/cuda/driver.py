@@ -5,11 +5,19 @@ By ctypes, because the driver's interface is stable and small, and no package ha
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kunserve.core.faults import Fault
+from kunserve_extras.torch_body.cuda.prototypes import (
+    CALLS,
+    NEWER_CALLS,
+    AccessDesc,
+    AllocationProp,
+    CopyAttributes,
+    Location,
+)
 
 LIBRARY = "libcuda.so.1"
 
@@ -33,91 +41,6 @@ _OUT_OF_MEMORY = 2
 _NOT_READY = 600
 _AT_LEAST = 0
 _IN_STREAM_ORDER = 1
-
-
-class _Location(ctypes.Structure):
-    _fields_ = (("type", c_int), ("id", c_int))
-
-
-class AllocationProp(ctypes.Structure):
-    """``CUmemAllocationProp``: which memory is wanted."""
-
-    _fields_ = (
-        ("type", c_int),
-        ("handle_types", c_int),
-        ("location", _Location),
-        ("win32", c_void_p),
-        ("flags", ctypes.c_ubyte * 8),
-    )
-
-
-class AccessDesc(ctypes.Structure):
-    """``CUmemAccessDesc``: who may do what with mapped memory."""
-
-    _fields_ = (("location", _Location), ("flags", c_int))
-
-
-class CopyAttributes(ctypes.Structure):
-    """``CUmemcpyAttributes``: when a batch of copies may read."""
-
-    _fields_ = (
-        ("source_order", c_int),
-        ("source", _Location),
-        ("target", _Location),
-        ("flags", c_uint),
-    )
-
-
-_P = POINTER
-_CALLS: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
-    "cuDriverGetVersion": (_P(c_int),),
-    "cuDeviceGetCount": (_P(c_int),),
-    "cuDeviceGet": (_P(c_int), c_int),
-    "cuDeviceGetName": (c_char_p, c_int, c_int),
-    "cuDeviceGetAttribute": (_P(c_int), c_int, c_int),
-    "cuDeviceTotalMem_v2": (_P(c_size_t), c_int),
-    "cuDevicePrimaryCtxRetain": (_P(c_void_p), c_int),
-    "cuDevicePrimaryCtxRelease_v2": (c_int,),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuMemGetInfo_v2": (_P(c_size_t), _P(c_size_t)),
-    "cuMemGetAllocationGranularity": (_P(c_size_t), _P(AllocationProp), c_int),
-    "cuMemAddressReserve": (_P(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
-    "cuMemAddressFree": (c_uint64, c_size_t),
-    "cuMemCreate": (_P(c_uint64), c_size_t, _P(AllocationProp), c_uint64),
-    "cuMemRelease": (c_uint64,),
-    "cuMemRetainAllocationHandle": (_P(c_uint64), c_uint64),
-    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
-    "cuMemUnmap": (c_uint64, c_size_t),
-    "cuMemSetAccess": (c_uint64, c_size_t, _P(AccessDesc), c_size_t),
-    "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
-    "cuMemImportFromShareableHandle": (_P(c_uint64), c_void_p, c_int),
-    "cuMemHostAlloc": (_P(c_void_p), c_size_t, c_uint),
-    "cuMemFreeHost": (c_void_p,),
-    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
-    "cuMemHostUnregister": (c_void_p,),
-    "cuStreamCreate": (_P(c_void_p), c_uint),
-    "cuStreamDestroy_v2": (c_void_p,),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
-    "cuEventCreate": (_P(c_void_p), c_uint),
-    "cuEventDestroy_v2": (c_void_p,),
-    "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventSynchronize": (c_void_p,),
-    "cuEventQuery": (c_void_p,),
-    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
-    "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
-    "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
-    "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint, c_uint),
-}
-_NEWER_CALLS: dict[str, tuple[Any, ...]] = {
-    "cuMemcpyBatchAsync_v2": (
-        _P(c_uint64), _P(c_uint64), _P(c_size_t), c_size_t,
-        _P(CopyAttributes), _P(c_size_t), c_size_t, c_void_p,
-    ),
-}  # fmt: skip
-"""Of CUDA 13.0; what they do can be done without them."""
 
 
 class CudaError(OSError):
@@ -152,16 +75,16 @@ class Card:
 def bind(library: str = LIBRARY) -> ctypes.CDLL:
     """The library with the types of its functions. OSError where it is none, or too old."""
     bound = ctypes.CDLL(library)
-    for name, arguments in _CALLS.items():
+    for name, arguments in CALLS.items():
         try:
             function = getattr(bound, name)
         except AttributeError as error:
             raise OSError(f"{library} is too old: it has no {name}") from error
         function.argtypes, function.restype = arguments, c_int
-    for name, arguments in _NEWER_CALLS.items():
+    for name, arguments in NEWER_CALLS.items():
         if function := getattr(bound, name, None):
             function.argtypes, function.restype = arguments, c_int
-    bound.cuGetErrorName.argtypes = (c_int, _P(c_char_p))
+    bound.cuGetErrorName.argtypes = (c_int, POINTER(c_char_p))
     return bound
 
 
@@ -219,8 +142,8 @@ class Driver:
         self.device = device.value
         self._call("cuDevicePrimaryCtxRetain", byref(context), self.device)
         self._context = context
-        self._prop = AllocationProp(type=_PINNED, location=_Location(_DEVICE, ordinal))
-        self._access = AccessDesc(_Location(_DEVICE, ordinal), _READ_WRITE)
+        self._prop = AllocationProp(type=_PINNED, location=Location(_DEVICE, ordinal))
+        self._access = AccessDesc(Location(_DEVICE, ordinal), _READ_WRITE)
         self.enter()
         self.can_export = self._gets_exportable()
         """Whether memory can be given to other processes as a file descriptor."""
@@ -249,6 +172,14 @@ class Driver:
     def name(self) -> str:
         """What the device is called."""
         return _name(self._library, self.device)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """See ``Card``."""
+        major, minor = (
+            self._number("cuDeviceGetAttribute", which, self.device) for which in _CAPABILITY
+        )
+        return major, minor
 
     @property
     def has_virtual_memory(self) -> bool:

@@ -8,10 +8,13 @@ from kunserve.engine.attention import capped
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.ops.expert_room import ExpertRoom
 from kunserve_extras.torch_body.ops.table import DeviceBatch, HeadNorms, Heads
+from kunserve_extras.torch_body.quantised import QuantisedMatrix
 
 
 class ReferenceOps:
     """Implements ``Ops``. Sums and exponentials are in float32."""
+
+    product_sizes: tuple[int, ...] = ()
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -35,6 +38,23 @@ class ReferenceOps:
         is_gelu = self._spec.has_gelu
         opened = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
         torch.mul(opened, up, out=out)
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: QuantisedMatrix,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        adds: bool,
+    ) -> None:
+        """See ``Ops``."""
+        wide = torch.cat([part.widened() for part in weight.parts])
+        sums = x.float() @ wide.t()
+        if bias is not None:
+            sums += bias.float()
+        if adds:
+            sums += out.float()
+        out.copy_(sums)
 
     def place(
         self,

@@ -10,6 +10,7 @@ from kunserve.engine.attention import StepBatch
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.ops.expert_room import ExpertRoom
 from kunserve_extras.torch_body.pinned import Sender
+from kunserve_extras.torch_body.quantised import QuantisedMatrix
 
 _LEAST_PARTS, _MOST_PARTS = 16, 64
 _PROGRAMS = 256
@@ -115,6 +116,9 @@ HeadNorms: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 class Ops(Protocol):
     """Every operation writes into a tensor that is there already."""
 
+    product_sizes: tuple[int, ...]
+    """From each of so many tokens on, ``product`` may need to be compiled anew."""
+
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
     ) -> None:
@@ -123,6 +127,20 @@ class Ops(Protocol):
 
     def gate_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         """The model's activation of gate, times up, of rows [gate | up]."""
+        ...
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: QuantisedMatrix,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        adds: bool,
+    ) -> None:
+        """``x`` [T, columns] times ``weight`` transposed, and the bias, into ``out`` [T, rows].
+
+        With ``adds`` in addition to what is there. Sums are in float32, and rounded once.
+        """
         ...
 
     def place(

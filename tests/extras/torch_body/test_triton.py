@@ -10,6 +10,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,21 @@ from kunserve_extras.triton_ops.ops import TritonOps
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tiny_models import VOCAB, tiny_model
+from tests.unit.engine.quantised_models import save_quantised
 from tests.unit.engine.sass import faults
 
 ROOT = Path(__file__).parents[3]
-KERNELS, MODELS = (f"tests/unit/engine/interpreted_{what}.py" for what in ("kernels", "models"))
+KERNELS, PRODUCTS, MODELS = (
+    f"tests/unit/engine/interpreted_{what}.py" for what in ("kernels", "products", "models")
+)
 COMPILED = Path(tempfile.gettempdir()) / f"kunserve-triton-{os.getuid()}"
 """Kept for the next run. Triton looks for a kernel there by all that it was made of."""
 EXPERTS = "tests/unit/engine/interpreted_experts.py"
 ATTENTION, OTHERS, SPARSE = 3, 3, 6
 """Kernels of each shape, those of each type, and those of a sparse MLP in place of one of these.
 Two of the last have tiles of two kinds for half precision."""
+QUANTISED = 3
+"""Products of the formats that fleets serve, in each tile of bfloat16."""
 
 
 def run(arguments: list[str], **variables: str) -> str:
@@ -70,6 +76,10 @@ def test_experts_do_what_they_do_on_a_cpu() -> None:
     interpret(EXPERTS)
 
 
+def test_so_do_products_with_quantised_weights() -> None:
+    interpret(PRODUCTS)
+
+
 @pytest.mark.slow
 def test_so_they_do_in_every_shape_and_in_whole_models() -> None:
     interpret("-m", "slow", KERNELS)
@@ -88,7 +98,8 @@ def check_fit(output: str, num_kernels: int) -> None:
 def test_they_fit_an_h100() -> None:
     """No device is needed for that. A register that is spilled is read from slow memory."""
     output = run(["-m", "tests.unit.engine.compiled_kernels"], TRITON_CACHE_DIR=str(COMPILED))
-    check_fit(output, num_kernels=3 * ATTENTION + 2 * OTHERS + 2 * SPARSE + 2)
+    num_sparse = 2 * SPARSE + 2
+    check_fit(output, num_kernels=3 * ATTENTION + 2 * OTHERS + num_sparse + 3 * QUANTISED)
 
 
 @pytest.mark.slow
@@ -96,7 +107,8 @@ def test_so_they_do_in_every_shape(tmp_path: Path) -> None:
     output = run(
         ["-m", "tests.unit.engine.compiled_kernels", "all"], TRITON_CACHE_DIR=str(tmp_path)
     )
-    check_fit(output, num_kernels=8 * ATTENTION + 2 * OTHERS + 3 * (2 * SPARSE + 2))
+    num_sparse = 3 * (2 * SPARSE + 2)
+    check_fit(output, num_kernels=8 * ATTENTION + 2 * OTHERS + num_sparse + 4 * 8)
 
 
 @pytest.mark.slow
@@ -148,33 +160,44 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, set[str]]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_kernels"),
+    ("kind", "how", "num_others"),
     [
-        ("mistral", ATTENTION + OTHERS),
-        ("qwen3", ATTENTION + OTHERS),
-        ("qwen3_moe", ATTENTION + OTHERS - 1 + SPARSE),
+        ("mistral", None, OTHERS),
+        ("qwen3", None, OTHERS),
+        ("qwen3_moe", None, OTHERS - 1 + SPARSE),
+        ("llama3", "int4", OTHERS + 1),
+        ("llama", "int8", OTHERS + 1),
     ],
 )
 def test_nothing_is_compiled_after_the_start(
-    kind: str, num_kernels: int, variants: dict[str, set[str]], tmp_path: Path
+    kind: str,
+    how: str | None,
+    num_others: int,
+    variants: dict[str, set[str]],
+    tmp_path: Path,
 ) -> None:
     """Whatever the batch, and in whatever layer: numbers of 1 and of 16 are among them."""
     num_layers = 18
-    tiny_model(kind, num_layers).save_pretrained(tmp_path)
+    model, read = tiny_model(kind, num_layers), ModelConfig(dtype="float32")
+    if how is None:
+        model.save_pretrained(tmp_path)
+    else:  # tiles of bfloat16 depend on the number of tokens
+        save_quantised(tmp_path, model, how)
+        read = ModelConfig(dtype="bfloat16", quantization="auto")
     FakeCuda()
     body = EngineBody(
         InstanceId(0),
-        ModelConfig(model=str(tmp_path), dtype="float32", max_model_len=160),
+        replace(read, model=str(tmp_path), max_model_len=160),
         InstanceConfig(memory_bytes=16 << 20, granule_bytes=8 * KIB, block_size=8),
-        scheduler=SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=64),
+        scheduler=SchedulerConfig(max_num_seqs=20, max_num_batched_tokens=96),
         backend=CudaBackend(torch.device("cpu"), build()),
     )
     with closing(body):
         at_start = {name: set(keys) for name, keys in variants.items()}
-        assert len(at_start) == num_kernels
+        assert len(at_start) == ATTENTION + num_others
         engine = DirectEngine([(body, LayerRange(0, num_layers))])
         draw = np.random.default_rng(0)
-        for lengths, chunk_size in (([1], 64), ([1] * 16, 64), ([3, 130], 64), ([16] * 3, 16)):
+        for lengths, chunk_size in (([1], 64), ([1] * 16, 64), ([3, 130], 96), ([16] * 3, 16)):
             prompts = [draw.integers(3, VOCAB, length).tolist() for length in lengths]
             engine.generate(prompts, 2, chunk_size)
         assert variants == at_start

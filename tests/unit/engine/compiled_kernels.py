@@ -11,16 +11,19 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kunserve.model.experts import Experts
+from kunserve.model.packed import WeightFormat
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.quantised import FORMS, Part
 from kunserve_extras.triton_ops.attention import attention_kernel, join_kernel, part_kernel
 from kunserve_extras.triton_ops.expert_ops import (
     ORDER_PIECE,
@@ -40,15 +43,18 @@ from kunserve_extras.triton_ops.experts import (
     sum_kernel,
 )
 from kunserve_extras.triton_ops.ops import place_warps
+from kunserve_extras.triton_ops.packed import packed_kernel
+from kunserve_extras.triton_ops.packed_tiles import PRODUCT_TOKENS, product_tile
 from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
 from kunserve_extras.triton_ops.tiles import LEAST_PART_KEYS, Tile, tiles_for
 from tests.specs import model_spec
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 FLOATS = {"q", "kv", "out", "x", "weight", "gate_up", "k", "v", "q_weight", "k_weight"}
-FLOATS |= {"router", "gated", "down", "products", "shared"}
+FLOATS |= {"bias", "router", "gated", "down", "products", "shared"}
 FLOAT32S = {"sums", "angles", "logits", "shares"}
 INTS = {"tables", "q_starts", "context_lens", "entries", "offsets", "chosen", "pairs", "starts"}
+BYTES = {"values"}
 NO_TILE = Tile(0, 0, 4, 3)
 SHAPES = [  # heads, KV heads, head_dim, block size
     (40, 8, 128, 64),
@@ -63,12 +69,21 @@ SPARSE = [  # hidden, inner and experts of Qwen3-30B-A3B, Mixtral 8x7B, Qwen1.5-
     (2048, 1408, Experts(60, 4, normalised=False, shared_size=5632)),
 ]
 NUM_MAIN_SPARSE = 1
+SERVED = (WeightFormat.FP8, WeightFormat.FP8_128, WeightFormat.INT4_128)
+"""Formats that fleets serve most."""
 
 
 def compile_kernel(
-    kernel: Any, dtype: str, constants: dict[str, float], tile: Tile = NO_TILE
+    kernel: Any,
+    dtype: str,
+    constants: dict[str, float],
+    tile: Tile = NO_TILE,
+    scales: str = "*fp32",
 ) -> Any:
-    """Compiled as a launch would: addresses and strides are multiples of 16."""
+    """Compiled as a launch would: addresses and strides are multiples of 16.
+
+    ``scales`` is the type of a quantised weight's.
+    """
     signature: dict[str, str] = {}
     attributes: dict[tuple[int], list[list[object]]] = {}
     for number, name in enumerate(kernel.arg_names):
@@ -78,6 +93,10 @@ def compile_kernel(
             signature[name] = "*fp32" if dtype == "float32" else "*bf16"
         elif name in FLOAT32S:
             signature[name] = "*fp32"
+        elif name in BYTES:
+            signature[name] = "*u8"
+        elif name == "scales":
+            signature[name] = scales
         elif name in INTS:
             signature[name] = "*i32"
         else:
@@ -137,6 +156,41 @@ def threads(tile: ExpertTile) -> Tile:
     return Tile(0, 0, tile.num_warps, tile.num_stages)
 
 
+class Product(NamedTuple):
+    """One variant of ``packed_kernel``."""
+
+    constants: dict[str, float]
+    tile: Tile
+    scales: str
+    name: str
+
+
+def product_variants(
+    kinds: Iterable[WeightFormat], columns: int, dtype: str, *, has_bias: bool = True
+) -> Iterator[Product]:
+    """For every tile of each of these formats."""
+    for kind in kinds:
+        form = FORMS[kind]
+        room = torch.empty(1, dtype=torch.uint8)
+        part = Part(form, columns, room, room)
+        tiles = [product_tile(num_tokens, part, dtype) for num_tokens in PRODUCT_TOKENS]
+        for tile in dict.fromkeys(tiles):
+            constants = {
+                "COLUMNS": columns,
+                "GROUP": part.group,
+                "BITS": form.bits,
+                "FLOATS": form.is_e4m3,
+                "BIAS": has_bias,
+                "ADDS": not has_bias,
+                "ROWS": tile.rows,
+                "TOKENS": tile.tokens,
+                "STEP": tile.step,
+            }
+            scales = "*fp16" if form.scale is torch.float16 else "*fp32"
+            threads = Tile(0, 0, tile.num_warps, tile.num_stages)
+            yield Product(constants, threads, scales, kind.name)
+
+
 def resources(built: Any) -> tuple[int, int, int]:
     """Bytes of shared memory, registers, and bytes of each thread that were spilled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -149,8 +203,14 @@ def resources(built: Any) -> tuple[int, int, int]:
     return built.metadata.shared, registers, stack_bytes + local_bytes
 
 
-def say(kernel: Any, dtype: str, constants: dict[str, float], tile: Tile = NO_TILE) -> None:
-    used = resources(compile_kernel(kernel, dtype, constants, tile))
+def say(
+    kernel: Any,
+    dtype: str,
+    constants: dict[str, float],
+    tile: Tile = NO_TILE,
+    scales: str = "*fp32",
+) -> None:
+    used = resources(compile_kernel(kernel, dtype, constants, tile, scales))
     sizes = ",".join(f"{name}={value}" for name, value in constants.items())
     print(kernel.__name__, dtype, sizes, *used, flush=True)
 
@@ -183,3 +243,6 @@ if __name__ == "__main__":
             sparse = {"hidden_size": hidden, "intermediate_size": inner, "experts": experts}
             for variant in expert_variants(model_spec(**sparse, dtype=dtype)):
                 say(variant[0], dtype, *variant[1:])
+        if is_all or dtype == "bfloat16":
+            for one in product_variants(FORMS if is_all else SERVED, 5120, dtype):
+                say(packed_kernel, dtype, *one[:3])

@@ -143,6 +143,10 @@ def test_layers_that_know_no_positions(read) -> None:
         ({**LLAMA, "hidden_act": "gelu"}, "'gelu'"),
         ({**LLAMA, "quantization_config": {"quant_method": "awq"}}, "awq"),
         ({**LLAMA, "quantization_config": "fp8"}, "fp8"),
+        (
+            {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 64]}},
+            r"blocks of \[1, 64\]",
+        ),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial rotary"),
         ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0}}, "partial rotary"),
         ({**LLAMA, "rope_parameters": {"full_attention": {"factor": 2}}}, "full_attention"),

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from kunserve_extras.torch_body.cuda import driver
-from kunserve_extras.torch_body.cuda.driver import AccessDesc, AllocationProp, CopyAttributes
+from kunserve_extras.torch_body.cuda.prototypes import (
+    CALLS,
+    NEWER_CALLS,
+    AccessDesc,
+    AllocationProp,
+    CopyAttributes,
+)
 
 CUDA_H = Path("/usr/local/cuda/include/cuda.h")
 pytestmark = pytest.mark.skipif(
@@ -92,9 +98,9 @@ def compile_(lines: list[str], folder: Path) -> str:
 
 
 def test_every_prototype_is_the_headers(tmp_path: Path) -> None:
-    calls = driver._CALLS | driver._NEWER_CALLS
+    calls = CALLS | NEWER_CALLS
     lines = [line for call in calls.items() for line in assertions(*call)]
-    assert len(driver._CALLS) > 30 and compile_(lines, tmp_path) == ""
+    assert len(CALLS) > 30 and compile_(lines, tmp_path) == ""
 
 
 @pytest.mark.parametrize(

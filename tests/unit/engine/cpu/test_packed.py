@@ -23,7 +23,7 @@ from kunserve.engine.cpu.kernels.library import kernel, set_num_threads
 from kunserve.engine.cpu.kernels.ops import Finish, gather, linear, rms_norm
 from kunserve.engine.cpu.kernels.packed import PackedMatrix, rounded_bytes
 from kunserve.engine.weights.packing import StoredRows, pack
-from kunserve.model.packed import PackedField, Run, WeightFormat
+from kunserve.model.packed import KEPT_ON_CPUS, PackedField, Run, WeightFormat
 from tests.specs import model_spec
 from tests.tiny_gguf import write_gguf
 from tests.tiny_models import tiny_model
@@ -36,7 +36,7 @@ GGML = {
     WeightFormat.Q4_K: Quant.Q4_K,
     WeightFormat.Q6_K: Quant.Q6_K,
 }
-FORMATS = [kind for kind in WeightFormat if kind is not WeightFormat.PLAIN]
+FORMATS = sorted(KEPT_ON_CPUS.formats)
 SCALES_AT = {
     Quant.Q8_0: (0,),
     Quant.Q4_0: (0,),
