@@ -120,7 +120,7 @@ chaos-sim: install
 test: install check
 
 test-gpu-kernels: install
-	$(BIN)/python -m tests.unit.engine.sass
+	$(BIN)/python -m tests.unit.engine.gpu_kernels.sass
 
 # Of their own, because they take 160 MB and want an older `openai` than the tests do.
 CLIENTS := .venv-clients

@@ -52,16 +52,13 @@ def measure_hop(machine: Machine, report: Report) -> None:
         hops = Hops(driver, device, here, *sizes)
         name = str(device if device.index is not None or not machine.is_real else "cuda:0")
         words = [machine.library, name, there, here, *map(str, sizes)]
-        child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *words], text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        try:
-            times_s = _times(hops, child, there, width, device)
-        finally:
-            child.kill()
-            child.wait()
-            hops.close()
+        command, pipe = [sys.executable, "-c", _CHILD, *words], subprocess.PIPE
+        with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as child:
+            try:
+                times_s = _times(hops, child, there, width, device)
+            finally:
+                child.kill()
+                hops.close()
     report.add("hop there and back", median(times_s) * 1e3, "ms", rows=ROWS, width=width)
 
 

@@ -28,6 +28,7 @@ from kunserve.core.faults import MachineFailed
 from kunserve.engine.cpu.hidden_rows import HiddenRows
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.hops.lanes import (
+    MOST_NUMBER,
     OFFER_BYTES,
     TICKET_BYTES,
     Lane,
@@ -124,7 +125,9 @@ class _Way:
     def write(self, hidden: torch.Tensor, stream: int) -> Ticket | None:
         """Have the stream write rows and their word; None where there is no room."""
         slots, number = self.slots, self.number
-        if slots is None or hidden.nbytes > slots.offer.slot_bytes or not slots.is_free(number):
+        if slots is None or number > MOST_NUMBER or not slots.is_free(number):
+            return None
+        if hidden.nbytes > slots.offer.slot_bytes:
             return None
         slots.rows(number, hidden.nbytes).copy_(hidden.view(torch.uint8).flatten())
         self._driver.write_value(slots.word(number), number, stream)

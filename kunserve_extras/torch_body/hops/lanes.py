@@ -20,6 +20,8 @@ from kunserve_extras.torch_body.cuda.driver import Driver
 NUM_SLOTS = 4
 MOST_SLOT_BYTES = 8 << 20
 """Of 14B in bfloat16 819 rows; prompts of more take so long that their way does not show."""
+MOST_NUMBER = (1 << 31) - 1
+"""Words have 32 bits, and streams compare them with a sign: after weeks all goes as bytes."""
 _WORDS_BYTES = 256 * NUM_SLOTS
 _TICKET = struct.Struct("<8sIII4x")
 _TICKET_MARK = b"kunshop1"

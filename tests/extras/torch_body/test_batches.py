@@ -7,7 +7,7 @@ import torch
 
 from kunserve_extras.torch_body.ops.table import DeviceBatch
 from kunserve_extras.torch_body.pinned import Sender
-from tests.unit.engine.interpreted_kernels import mixed_batch
+from tests.unit.engine.gpu_kernels.interpreted_kernels import mixed_batch
 
 CPU = torch.device("cpu")
 

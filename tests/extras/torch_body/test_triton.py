@@ -31,16 +31,17 @@ from kunserve_extras.triton_ops.ops import TritonOps
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tiny_models import VOCAB, tiny_model
+from tests.unit.engine.gpu_kernels.sass import faults
 from tests.unit.engine.quantised_models import save_quantised
-from tests.unit.engine.sass import faults
 
 ROOT = Path(__file__).parents[3]
 KERNELS, PRODUCTS, MODELS = (
-    f"tests/unit/engine/interpreted_{what}.py" for what in ("kernels", "products", "models")
+    f"tests/unit/engine/gpu_kernels/interpreted_{what}.py"
+    for what in ("kernels", "products", "models")
 )
 COMPILED = Path(tempfile.gettempdir()) / f"kunserve-triton-{os.getuid()}"
 """Kept for the next run. Triton looks for a kernel there by all that it was made of."""
-EXPERTS = "tests/unit/engine/interpreted_experts.py"
+EXPERTS = "tests/unit/engine/gpu_kernels/interpreted_experts.py"
 ATTENTION, OTHERS, SPARSE = 3, 3, 6
 """Kernels of each shape, those of each type, and those of a sparse MLP in place of one of these.
 Two of the last have tiles of two kinds for half precision."""
@@ -97,7 +98,9 @@ def check_fit(output: str, num_kernels: int) -> None:
 
 def test_they_fit_an_h100() -> None:
     """No device is needed for that. A register that is spilled is read from slow memory."""
-    output = run(["-m", "tests.unit.engine.compiled_kernels"], TRITON_CACHE_DIR=str(COMPILED))
+    output = run(
+        ["-m", "tests.unit.engine.gpu_kernels.compiled_kernels"], TRITON_CACHE_DIR=str(COMPILED)
+    )
     num_sparse = 2 * SPARSE + 2
     check_fit(output, num_kernels=3 * ATTENTION + 2 * OTHERS + num_sparse + 3 * QUANTISED)
 
@@ -105,7 +108,8 @@ def test_they_fit_an_h100() -> None:
 @pytest.mark.slow
 def test_so_they_do_in_every_shape(tmp_path: Path) -> None:
     output = run(
-        ["-m", "tests.unit.engine.compiled_kernels", "all"], TRITON_CACHE_DIR=str(tmp_path)
+        ["-m", "tests.unit.engine.gpu_kernels.compiled_kernels", "all"],
+        TRITON_CACHE_DIR=str(tmp_path),
     )
     num_sparse = 3 * (2 * SPARSE + 2)
     check_fit(output, num_kernels=8 * ATTENTION + 2 * OTHERS + num_sparse + 4 * 8)
@@ -114,7 +118,7 @@ def test_so_they_do_in_every_shape(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_machine_code_is_wide_and_uses_tensor_cores(tmp_path: Path) -> None:
     """Of every variant of some models: ``make test-gpu-kernels``."""
-    run(["-m", "tests.unit.engine.sass"], TRITON_CACHE_DIR=str(tmp_path))
+    run(["-m", "tests.unit.engine.gpu_kernels.sass"], TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for compute capability 9.0, and reads what they need.
 
-    python -m tests.unit.engine.compiled_kernels [all]
+    python -m tests.unit.engine.gpu_kernels.compiled_kernels [all]
 
 Without ``all`` only what Qwen2.5-14B and 7B run. No device is needed. Prints a line per kernel: its
 name, type and sizes, then bytes of shared memory, registers, and bytes of each thread that lie in

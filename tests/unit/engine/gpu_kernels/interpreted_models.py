@@ -18,7 +18,7 @@ from kunserve_extras.triton_ops.ops import TritonOps
 from tests.direct_engine import DirectEngine
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tiny_models import GEMMAS, VOCAB, expected_tokens, tiny_model
-from tests.unit.engine.interpreted_kernels import CPU
+from tests.unit.engine.gpu_kernels.interpreted_kernels import CPU
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen3", *GEMMAS, "qwen2_moe", "qwen3_moe"])

@@ -11,8 +11,8 @@ from kunserve_extras.torch_body.ops.reference import ReferenceOps
 from kunserve_extras.torch_body.quantised import FORMS
 from kunserve_extras.triton_ops.ops import TritonOps
 from tests.specs import model_spec
-from tests.unit.engine import interpreted_kernels  # patches the interpreter
 from tests.unit.engine.device_matrices import matrix, on_device, stored, values_of
+from tests.unit.engine.gpu_kernels import interpreted_kernels  # patches the interpreter
 
 assert interpreted_kernels.CPU.type == "cpu"
 

@@ -1,6 +1,6 @@
 """Compiles every variant of the Triton kernels that some models run, and reads the machine code.
 
-    python -m tests.unit.engine.sass [MODEL ...]        (make test-gpu-kernels)
+    python -m tests.unit.engine.gpu_kernels.sass [MODEL ...]        (make test-gpu-kernels)
 
 For compute capability 9.0, by the ptxas and the disassembler that Triton brings: no device is
 needed. Of each kernel it says what must be true of fast ones, and ends with 1 where it is not:
@@ -27,7 +27,7 @@ from kunserve_extras.triton_ops.packed import packed_kernel
 from kunserve_extras.triton_ops.rows import gate_mul_kernel, place_kernel, rms_norm_kernel
 from kunserve_extras.triton_ops.tiles import LEAST_PART_KEYS, Tile, tiles_for
 from tests.specs import model_spec
-from tests.unit.engine.compiled_kernels import (
+from tests.unit.engine.gpu_kernels.compiled_kernels import (
     CUOBJDUMP,
     NO_TILE,
     Product,
