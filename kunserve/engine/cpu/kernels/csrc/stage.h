@@ -183,7 +183,7 @@ static void norm_fn(void *arg, int thread) {
   norm_part(job->y, job->x, job->w, job->rows, job->n, job->eps, job->offset, thread);
 }
 
-#define ALONE_ELEMENTS 32768 /* normalised before a worker that sleeps is awake */
+#define ALONE_ELEMENTS 8192 /* a thread takes as long for them as two that have to meet */
 
 void NAME(kun_rms_norm)(const elem *x, const elem *w, elem *y, int64_t rows, int64_t n, float eps,
                         int32_t offset) {
