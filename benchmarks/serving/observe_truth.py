@@ -195,12 +195,13 @@ def fleet_of(options: argparse.Namespace) -> tuple[str, OtherServers]:
 def our_server(
     options: argparse.Namespace, policy: str, num_instances: int, replicas: int = 1
 ) -> OtherServers:
-    """``kunserve serve`` with plain weights."""
+    """``kunserve serve`` with plain weights; private ones, because shared ones leave no drop."""
     command = (
         f"{sys.executable} -m kunserve.cli serve {MODEL} --port {{port}} "
         f"--num-instances {num_instances} --instance-memory {options.instance_memory} "
         f"--max-num-batched-tokens {STEP_TOKENS} --max-num-seqs {SEQS} --num-threads 1 "
-        f"--quantization none --overload-policy {policy} --no-enable-prefix-caching"
+        f"--quantization none --overload-policy {policy} --no-enable-prefix-caching "
+        "--weights private"
     )
     return OtherServers(command=command, replicas=replicas)
 
