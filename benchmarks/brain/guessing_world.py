@@ -170,11 +170,11 @@ class RuleGuessing(PricedGuessing):
     def __init__(self, world: "GuessingWorld", scheduler: Scheduler) -> None:
         super().__init__(world, scheduler)
         self._form_batch = scheduler._forming._form_batch
-        self._form = scheduler._forming.form
+        self._form = scheduler._forming._microbatch
         self._runnable: tuple[list[Sequence_], list[Sequence_]] = [], []
         self._chosen: Guesses = {}
         forming: Any = scheduler._forming
-        forming.form, forming._form_batch = self._form_these, self._form_with_guesses
+        forming._microbatch, forming._form_batch = self._form_these, self._form_with_guesses
 
     def choose(self, chosen: list[tuple[Sequence_, int]]) -> Guesses:
         """Those that the step was formed with."""

@@ -203,7 +203,7 @@ class EngineBody:
         if self._ring_tables is not None:
             batch = self._ring_tables.spread(batch)
         if work.feeds is not None:
-            batch.fed = self._sampler.feed(work.feeds)
+            batch.fed = self._sampler.feed(work.feeds, work.token_ids)
         self._decoder.set_layers(work.layers)
         return batch
 

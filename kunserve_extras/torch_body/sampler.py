@@ -137,10 +137,21 @@ class TorchSampler(Sampler):
 
         return take
 
-    def feed(self, places: npt.NDArray[np.int32]) -> torch.Tensor:
-        """See ``Sampler.feed``."""
-        tokens = self._last[0] if len(self._last) == 1 else torch.cat(self._last)
-        return tokens.index_select(0, self._sender.send({"at": places.astype(np.int64)})["at"])
+    def feed(
+        self, places: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32] | None
+    ) -> torch.Tensor:
+        """See ``Sampler.feed``. The known tokens go there too, behind those that were asked for."""
+        at, parts = places.astype(np.int64), self._last
+        if token_ids is None:
+            sent = self._sender.send({"at": at})
+        else:
+            is_known = places < 0
+            known = token_ids[is_known].astype(np.int64)
+            at[is_known] = np.arange(len(known)) + sum(len(part) for part in parts)
+            sent = self._sender.send({"at": at, "known": known})
+            parts = [*parts, sent["known"]]
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return tokens.index_select(0, sent["at"])
 
     def chooses_alone(self, sampling: SamplingParams) -> bool:
         """See ``Sampler.chooses_alone``. Not where the host must look at logits, or at what was

@@ -225,8 +225,8 @@ class FakeBody(ViewedMemory):
     def _embed(self, work: StepWork) -> Uint64Array:
         token_ids = work.token_ids
         if work.feeds is not None:
-            sampled = [self._sampled[place].token_id for place in work.feeds.tolist()]
-            token_ids = np.array(sampled, dtype=np.int32)
+            fed = [0 if n < 0 else self._sampled[n].token_id for n in work.feeds.tolist()]
+            token_ids = np.array(fed, dtype=np.int32) + (0 if token_ids is None else token_ids)
         assert token_ids is not None and len(token_ids) == work.plan.num_tokens
         positions = np.concatenate(
             [np.arange(c.start, c.start + c.num_tokens) for c in work.plan.chunks]

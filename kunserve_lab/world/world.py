@@ -271,7 +271,7 @@ class World(ABC, Generic[M]):
 
     def begin_ahead(self, member: M) -> Work | None:
         """It looks for the step behind the one that runs."""
-        return member.agent.next_ahead(lambda sampling: sampling.structured is None)
+        return member.agent.next_ahead(self.now_s, lambda sampling: sampling.structured is None)
 
     def end_step(self, member: M, work: Work) -> None:
         """Its step has ended."""

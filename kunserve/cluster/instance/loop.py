@@ -341,7 +341,7 @@ class DeviceLoop(InstanceLoop):
         following = None
         maps_next = self._agent.is_preparing and body.maps_when_idle
         if not (self._post.has_no_front or maps_next):
-            following = self._agent.next_ahead(body.feeds_back)
+            following = self._agent.next_ahead(time.monotonic(), body.feeds_back)
         if following is not None:
             assert isinstance(following.step, StepWork)
             self._ahead = following, body.launch(following.step, None)

@@ -35,17 +35,6 @@ class Admission:
         self.missing_blocks = 0
         """What the first lacks whom the last ``candidates`` turned away for want of memory."""
 
-        self._none_at: tuple[int, int] | None = None
-        """The state of queue and memory at which nobody was found last: no memory or no place."""
-
-    @property
-    def admits_nobody(self) -> bool:
-        """Whether it is known, without a look, that nobody may be admitted now."""
-        if not self._waiting:
-            return True
-        at = self._waiting.version, self._ledger.version
-        return at == self._none_at and not self._holders.parks
-
     def room(self, num_running: int) -> int:
         """How many more sequences may run: each stage's worth of ``max_num_seqs``."""
         return self._config.max_num_seqs * self._num_stages - num_running
@@ -60,10 +49,6 @@ class Admission:
         if missing and holders.park_for_head(missing):
             # Those that were found may have counted on the KV of who leaves.
             found = self.candidates(room - num_kept, prompts, first_away)
-        # Who is kept out by prompts that fill the step, or share its beginning, may come next step.
-        is_short = self.missing_blocks or first_away is not None or room <= num_kept
-        at = self._waiting.version, self._ledger.version
-        self._none_at = at if is_short and not found else None
         return found
 
     def candidates(

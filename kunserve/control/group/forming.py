@@ -1,11 +1,15 @@
-"""What a group's next microbatch is formed from: `policy` on what runs and what is admissible."""
+"""Who computes how many tokens in a group's next step: `policy` on what runs and is admissible."""
 
+from collections.abc import Callable
 from operator import attrgetter
 
+from kunserve.control.group.admission import Admission
 from kunserve.control.group.queue import WaitingQueue
+from kunserve.control.group.relief import Holders
 from kunserve.control.group.sequence import Progress, Sequence
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.plan import Measured
+from kunserve.core.request import SamplingParams
 from kunserve.policy.batch.batch_form import (
     FormationView,
     FormBatch,
@@ -18,6 +22,9 @@ from kunserve.policy.batch.pace import Pace, PaceView, choose_pace
 
 _last_step_of = attrgetter("last_step")
 
+Chosen = list[tuple[Sequence, int]]
+"""Sequences that have memory, and how many tokens of each are computed."""
+
 
 class Forming:
     """Owner of the formation whose microbatches are not all planned."""
@@ -28,18 +35,100 @@ class Forming:
         measured: Measured,
         num_stages: int,
         waiting: WaitingQueue,
+        holders: Holders,
+        admission: Admission,
         form_batch: FormBatch | None,
     ) -> None:
         """``form_batch`` None: as the configuration says."""
         self._config = config
         self._num_stages = num_stages
         self._waiting = waiting
+        self._holders = holders
+        self._admission = admission
         self._cost = measured.cost
         self._form_batch = form_batch or choose_formation(config, measured.cost)
         self._formation: OngoingFormation | None = None
         self._windows = measured.windows
+        self.is_memory_short = False
+        """At the last step memory was what kept a request from being admitted or run."""
 
-    def form(
+    def form(self, now_s: float, *, num_in_flight: int, may_preempt: bool) -> Chosen:
+        """For the step behind so many. The new among the chosen are admitted."""
+        holders, admission = self._holders, self._admission
+        decodes, prompts, num_awaiting, context = holders.runnable()
+        unfit = holders.secure(decodes, prompts, may_preempt=may_preempt)
+        num_waiting = len(self._waiting)
+        if unfit is not None:
+            # Memory is short: nobody is admitted, and who did not get a block sits out.
+            self.is_memory_short = True
+            if holders.parks:
+                holders.swap_in(admission.room(holders.num_running), may_preempt=may_preempt)
+            decodes = [s for s in decodes if s.state is Progress.RUNNING and s not in unfit]
+            prompts = [s for s in prompts if s.state is Progress.RUNNING and s not in unfit]
+        else:
+            admissible = admission.choose(prompts, may_preempt=may_preempt)
+            prompts.extend(admissible)
+            num_waiting -= len(admissible)
+            self.is_memory_short = admission.missing_blocks > 0
+            if holders.parks:
+                decodes = [s for s in decodes if s.state is Progress.RUNNING]
+        batch = self._microbatch(
+            decodes,
+            prompts,
+            num_awaiting,
+            context,
+            num_in_flight=num_in_flight,
+            num_left_waiting=num_waiting,
+        )
+        return self._admit(batch, decodes, prompts, now_s)
+
+    def form_ahead(
+        self, now_s: float, pool_tokens: int, feeds_back: Callable[[SamplingParams], bool]
+    ) -> Chosen:
+        """As ``form`` will once the only step is complete, if nobody ends in it or comes until
+        then: who awaits a token computes that one.
+
+        Nobody where anybody's memory had to be freed, or one of all needs what that step gives here
+        first.
+        """
+        holders, admission = self._holders, self._admission
+        if holders.parks and self._waiting:
+            return []
+
+        def may_go(seq: Sequence) -> bool:
+            return feeds_back(seq.request.sampling) and not seq.has_scores_to_come
+
+        decodes, prompts = holders.who_goes_on(pool_tokens, may_go)
+        if not (decodes or prompts):
+            return []
+        admissible = admission.candidates(admission.room(holders.num_running), prompts)
+        is_short = admission.missing_blocks > 0
+        if is_short > self.is_memory_short or not all(map(may_go, admissible)):
+            return []  # whoever plans the next step tells of a shortage that begins
+        self.is_memory_short = is_short
+        prompts.extend(admissible)
+        batch = self._microbatch(
+            decodes,
+            prompts,
+            0,
+            0,
+            num_in_flight=0,
+            num_left_waiting=len(self._waiting) - len(admissible),
+        )
+        return self._admit(batch, decodes, prompts, now_s)
+
+    def _admit(
+        self, batch: Microbatch, decodes: list[Sequence], prompts: list[Sequence], now_s: float
+    ) -> Chosen:
+        chosen = [(decodes[index], 1) for index in batch.decodes]
+        for index, num_tokens in batch.prompts:
+            seq = prompts[index]
+            if seq.state is Progress.WAITING:
+                self._holders.admit(seq, now_s)
+            chosen.append((seq, num_tokens))
+        return chosen
+
+    def _microbatch(
         self,
         decodes: list[Sequence],
         prompts: list[Sequence],
@@ -48,13 +137,12 @@ class Forming:
         *,
         num_in_flight: int,
         num_left_waiting: int,
-        is_memory_short: bool,
     ) -> Microbatch:
-        """The next microbatch, of these (their order in ``decodes`` may change).
+        """Of these (their order in ``decodes`` may change).
 
         ``num_awaiting`` sequences wait for a token, and read ``context`` tokens for it.
         """
-        pace = self._pace(decodes, prompts, num_awaiting, context, is_memory_short)
+        pace = self._pace(decodes, prompts, num_awaiting, context)
         is_split = self._num_stages > 1 or pace.decode_rounds > 1
         if is_split or len(decodes) > min(pace.max_num_tokens, self._config.max_num_seqs):
             decodes.sort(key=_last_step_of)
@@ -88,7 +176,6 @@ class Forming:
         prompts: list[Sequence],
         num_awaiting: int,
         context: int,
-        is_memory_short: bool,
     ) -> Pace:
         """How large the next step is, and how often decodes run."""
         config = self._config
@@ -103,6 +190,6 @@ class Forming:
             num_decodes=len(decodes) + num_awaiting,
             num_context_tokens=context + sum(self._contexts(decodes)),
             num_stages=self._num_stages,
-            is_memory_short=is_memory_short,
+            is_memory_short=self.is_memory_short,
         )
         return choose_pace(view, config.tpot_slo_s, self._cost)

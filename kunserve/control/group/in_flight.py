@@ -58,8 +58,8 @@ class InFlight:
         self._early: dict[StepId, StepResult] = {}
         """Results that came before those of earlier steps."""
         self._num_steps = 0
-        self._ahead: tuple[StepId, PlannedStep] | None = None
-        """A step behind the only one, whose inputs are what that one samples."""
+        self._ahead: tuple[StepPlan, PlannedStep] | None = None
+        """A step behind the only one, whose inputs are what that one samples, and known tokens."""
         self.version = 0
         """Counts completed steps."""
         self.filled: list[Sequence] = []
@@ -121,37 +121,59 @@ class InFlight:
             *orders,
         )
 
-    def add_ahead(self, chosen: list[Sequence], orders: CacheOrders) -> StepPlan:
-        """Plan the token after the one that each awaits; they advance when the step before it ends.
+    def add_ahead(self, chosen: Collection[tuple[Sequence, int]], orders: CacheOrders) -> StepPlan:
+        """As ``add``, behind the only step; they advance when that ends.
 
-        Who has ended by then computes it for nothing, in a place that nobody reads.
+        Who awaits a token computes that one. Who has ended by then computes for nothing, in a place
+        that nobody reads.
         """
         assert len(self._steps) == 1 and self._ahead is None, (self._steps, self._ahead)
         step_id = StepId(self._num_steps)
         self._num_steps += 1
-        self._ahead = step_id, PlannedStep(chosen, [*chosen], 0, [], NO_GUESSES)
-        chunks = tuple([Chunk(seq.request_id, seq.num_tokens, 1, 1) for seq in chosen])
-        return StepPlan(self._group_id, step_id, (), (), chunks, (), (), (), *orders)
+        planned = PlannedStep([seq for seq, _ in chosen], [], 0, [], NO_GUESSES)
+        chunks: list[Chunk] = []
+        started: list[SequenceStart] = []
+        for seq, num_tokens in chosen:
+            start = seq.num_computed
+            samples = start + num_tokens == seq.num_tokens + seq.is_awaiting
+            chunks.append(Chunk(seq.request_id, start, num_tokens, int(samples)))
+            if num_tokens > 1 or start < seq.num_prompt:
+                planned.num_prompt_tokens += num_tokens
+            if not seq.is_started:
+                started.append(seq.start())
+        plan = StepPlan(
+            self._group_id, step_id, (), tuple(started), tuple(chunks), (), (), (), *orders
+        )
+        self._ahead = plan, planned
+        return plan
 
     def feeds(self) -> Int32Array:
-        """Which of the tokens that the step under way samples is each input of the one ahead."""
+        """Which of the tokens that the step under way samples is each input of the one ahead; -1
+        where it is a known token.
+        """
         assert self._ahead is not None
+        plan, planned = self._ahead
         (before,) = self._steps.values()
         places = {seq: place for place, seq in enumerate(before.sampling)}
-        return np.array([places[seq] for seq in self._ahead[1].sequences], dtype=np.int32)
+        feeds: list[int] = []
+        for seq, chunk in zip(planned.sequences, plan.chunks, strict=True):
+            feeds.extend([places[seq] if seq.is_awaiting else -1] * chunk.num_tokens)
+        return np.array(feeds, dtype=np.int32)
 
     def begin_ahead(self) -> None:
         """The step before is complete: the one ahead is like any other from now on."""
         if self._ahead is None:
             return
-        (step_id, planned), self._ahead = self._ahead, None
-        self._steps[step_id], self.filled = planned, []
-        for place, seq in enumerate(planned.sequences):
-            if seq.state is not Progress.RUNNING:
-                planned.sampling[place] = None
+        (plan, planned), self._ahead = self._ahead, None
+        self._steps[plan.step_id], self.filled = planned, []
+        for seq, chunk in zip(planned.sequences, plan.chunks, strict=True):
+            is_wanted = seq.state is Progress.RUNNING
+            if chunk.num_sampled:
+                planned.sampling.append(seq if is_wanted else None)
+            if not is_wanted:
                 continue
-            samples = seq.advance(step_id, seq.num_computed + 1)
-            assert samples, seq
+            samples = seq.advance(plan.step_id, chunk.start + chunk.num_tokens)
+            assert samples == chunk.num_sampled, seq
             if seq.num_computed >= seq.beginning.names_at:
                 self.filled.append(seq)
 
@@ -181,9 +203,13 @@ class InFlight:
                 planned.sampling = [None if s is seq else s for s in planned.sampling]
 
     def token_ids_of(self, plan: StepPlan) -> Int32Array:
-        """The plan's input tokens, chunk after chunk."""
+        """The plan's input tokens, chunk after chunk; 0 for those that are not known yet."""
         tokens: list[int] = []
-        step = self._steps[plan.step_id]
+        ahead = self._ahead
+        if ahead is not None and ahead[0].step_id == plan.step_id:
+            step = ahead[1]
+        else:
+            step = self._steps[plan.step_id]
         for (request_id, start, num_tokens, _), seq in zip(
             plan.chunks, step.sequences, strict=True
         ):

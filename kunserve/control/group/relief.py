@@ -19,7 +19,6 @@ from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import RequestId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.plan import Measured
-from kunserve.core.request import SamplingParams
 from kunserve.core.step import BlockRun
 from kunserve.policy.batch.cost import batch_cost
 from kunserve.policy.batch.relief import NO_HOST, HostLink, Preemptible, choose_victim
@@ -243,34 +242,37 @@ class Holders:
         return unfit
 
     def who_goes_on(
-        self, pool_tokens: int, feeds_back: Callable[[SamplingParams], bool]
-    ) -> list[Sequence]:
-        """Who takes one more step behind the one under way, if all who run are in that, with the
-        memory for it.
+        self, pool_tokens: int, may_go: Callable[[Sequence], bool]
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """Decodes and prompts of one more step behind the only one under way, with the memory for
+        it: as ``runnable`` then, if nobody ends.
 
-        Not those whose next token is their last, whatever it is. None where memory is to be freed,
-        or where one of them needs its token here first.
+        Not those whose next token is their last, whatever it is. Nobody where memory is to be freed
+        or one of all may not go.
         """
         if self._swap or self.released:
-            return []
-        chosen, blocks = [], []
+            return [], []
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        blocks = []
         for seq in self._running:
-            if not seq.is_awaiting or seq.state is not Progress.RUNNING:
-                return []
-            if seq.num_tokens + 1 >= seq.max_total_tokens or seq.num_tokens >= pool_tokens:
-                continue
-            if not feeds_back(seq.request.sampling):
-                return []
-            chosen.append(seq)
-            if seq.num_tokens % self._blocks.block_size == 0:
-                blocks.append((seq.request_id, self._blocks.holding(seq.num_tokens + 1)))
-        if len(chosen) > min(self._config.max_num_batched_tokens, self._config.max_num_seqs):
-            return []
+            if seq.state is not Progress.RUNNING or not may_go(seq):
+                return [], []
+            if seq.is_awaiting:
+                if seq.num_tokens + 1 >= seq.max_total_tokens or seq.num_tokens >= pool_tokens:
+                    continue
+                decodes.append(seq)
+                if seq.num_tokens % self._blocks.block_size == 0:
+                    blocks.append((seq.request_id, self._blocks.holding(seq.num_tokens + 1)))
+            else:
+                is_decode = seq.num_computed >= seq.num_prompt and seq.num_left == 1
+                (decodes if is_decode else prompts).append(seq)
+                blocks.append((seq.request_id, self._blocks_to_run(seq)))
         if sum(max(0, n - self._ledger.blocks_of(i)) for i, n in blocks) > self._ledger.free_blocks:
-            return []
+            return [], []
         for request_id, num_blocks in blocks:
             self._ledger.grow(request_id, num_blocks)
-        return chosen
+        return decodes, prompts
 
     def swap_in(self, room: int, *, may_preempt: bool) -> tuple[int, QueueKey | None]:
         """Let swapped ones come back before whoever waits behind them; the parked when it is time.

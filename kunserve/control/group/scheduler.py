@@ -31,7 +31,7 @@ from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
-from kunserve.policy.batch.batch_form import FormBatch, Microbatch
+from kunserve.policy.batch.batch_form import FormBatch
 from kunserve.policy.batch.relief import NO_HOST, HostLink
 
 _key_of = attrgetter("key")
@@ -74,7 +74,6 @@ class Scheduler:
         self._live: dict[RequestId, Sequence] = {}
         self._ledger = ledger = Ledger(capacity_blocks, config.watermark)
         self._waiting = waiting = WaitingQueue(blocks)
-        self._forming = Forming(config, measured, num_stages, self._waiting, form_batch)
         self._in_flight = InFlight(group_id)
         self.feeds = self._in_flight.feeds
         self._guessing = Guessing(config, measured, block_size)
@@ -92,14 +91,15 @@ class Scheduler:
             host_link,
             self.cache,
         )
-        self._admission = Admission(
+        admission = Admission(
             config, num_stages, blocks, waiting, ledger, self._holders, self.cache
+        )
+        self._forming = Forming(
+            config, measured, num_stages, waiting, self._holders, admission, form_batch
         )
         self.migration = MigrationAccess(blocks, self._live, self._waiting, self._ledger)
         self.may_preempt = True
         """False during an exchange: what does not fit then waits instead of preempting."""
-        self.is_memory_short = False
-        """At the last ``schedule`` memory was what kept a request from being admitted or run."""
         self._nothing_at: tuple[int, bool] | None = None
         """The ``_version`` at which the last ``schedule`` found nothing."""
         self._clock = ProgressClock()
@@ -217,7 +217,9 @@ class Scheduler:
         self._clock.look(self.has_work, now_s)
         self._residency.now_s = now_s
         holders.end_copies(now_s, is_copying=is_copying)
-        chosen = self._choose(now_s)
+        chosen = self._forming.form(
+            now_s, num_in_flight=len(in_flight), may_preempt=self.may_preempt
+        )
         if not chosen and (in_flight or not (self._frees_memory or holders.may_copy)):
             self._nothing_at = self._version
             return None
@@ -230,19 +232,19 @@ class Scheduler:
         self.cache.note_computed(in_flight.filled)
         return plan
 
-    def schedule_ahead(self, feeds_back: Callable[[SamplingParams], bool]) -> StepPlan | None:
+    def schedule_ahead(
+        self, now_s: float, feeds_back: Callable[[SamplingParams], bool]
+    ) -> StepPlan | None:
         """The next microbatch while the only one runs, if it needs its tokens as inputs only.
 
-        So if everybody who runs awaits one, nobody else could run, and nothing is to be freed.
         ``feeds_back``: whether the body hands such a request's tokens on by itself.
         """
         config, in_flight = self._config, self._in_flight
-        if not config.async_scheduling or self._num_stages > 1 or config.speculative_config:
-            return None
-        if len(in_flight) != 1 or in_flight.is_ahead or not self._admission.admits_nobody:
+        is_off = not config.async_scheduling or self._num_stages > 1 or config.speculative_config
+        if is_off or len(in_flight) != 1 or in_flight.is_ahead:
             return None
         pool_tokens = self._blocks.tokens_in(self._largest_capacity)
-        chosen = self._holders.who_goes_on(pool_tokens, feeds_back)
+        chosen = self._forming.form_ahead(now_s, pool_tokens, feeds_back)
         return in_flight.add_ahead(chosen, self.cache.take_orders()) if chosen else None
 
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
@@ -319,6 +321,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def is_memory_short(self) -> bool:
+        """Whether memory was what kept a request from being admitted or run, at the last plan."""
+        return self._forming.is_memory_short
+
+    @property
     def used_blocks(self) -> int:
         """Blocks that requests hold or have reserved."""
         return self._ledger.used_blocks
@@ -385,50 +392,6 @@ class Scheduler:
         assert len(self._live) == len(self._waiting) + len(self._holders)
         for seq in self._holders:
             assert self._live[seq.request_id] is seq, seq.request_id
-
-    # Inside a step
-
-    def _choose(self, now_s: float) -> list[tuple[Sequence, int]]:
-        """Who computes how many tokens in the next step. The new among them are admitted."""
-        decodes, prompts, num_awaiting, context = self._holders.runnable()
-        unfit = self._holders.secure(decodes, prompts, may_preempt=self.may_preempt)
-        num_waiting = len(self._waiting)
-        if unfit is not None:
-            # Memory is short: nobody is admitted, and who did not get a block sits out.
-            self.is_memory_short = True
-            if self._holders.parks:
-                room = self._admission.room(self._holders.num_running)
-                self._holders.swap_in(room, may_preempt=self.may_preempt)
-            decodes = [s for s in decodes if s.state is Progress.RUNNING and s not in unfit]
-            prompts = [s for s in prompts if s.state is Progress.RUNNING and s not in unfit]
-        else:
-            admissible = self._admission.choose(prompts, may_preempt=self.may_preempt)
-            prompts.extend(admissible)
-            num_waiting -= len(admissible)
-            self.is_memory_short = self._admission.missing_blocks > 0
-            if self._holders.parks:
-                decodes = [s for s in decodes if s.state is Progress.RUNNING]
-        batch = self._forming.form(
-            decodes,
-            prompts,
-            num_awaiting,
-            context,
-            num_in_flight=len(self._in_flight),
-            num_left_waiting=num_waiting,
-            is_memory_short=self.is_memory_short,
-        )
-        return self._admit_chosen(batch, decodes, prompts, now_s)
-
-    def _admit_chosen(
-        self, batch: Microbatch, decodes: list[Sequence], prompts: list[Sequence], now_s: float
-    ) -> list[tuple[Sequence, int]]:
-        chosen = [(decodes[index], 1) for index in batch.decodes]
-        for index, num_tokens in batch.prompts:
-            seq = prompts[index]
-            if seq.state is Progress.WAITING:
-                self._holders.admit(seq, now_s)
-            chosen.append((seq, num_tokens))
-        return chosen
 
     def _make(self, request: Request, output_token_ids: TokenIds) -> Sequence:
         assert request.request_id not in self._live, f"{request.request_id} is here already"

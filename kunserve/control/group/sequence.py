@@ -91,6 +91,11 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
+    def has_scores_to_come(self) -> bool:
+        """Whether scores of its prompt are still computed."""
+        return self.num_scored < self.num_to_score
+
+    @property
     def max_stored_tokens(self) -> int:
         """Tokens of KV that the request may come to need (the last token's is never stored)."""
         return self.max_total_tokens - 1
@@ -212,7 +217,7 @@ class Sequence:
         self.is_started = True
         sampling = self.request.sampling
         history = NO_TOKENS
-        if sampling.needs_history or self.num_scored < self.num_to_score:
+        if sampling.needs_history or self.has_scores_to_come:
             history = TokenIds(self.known_tokens(0, self.num_tokens))
         return SequenceStart(self.request_id, sampling, self.num_prompt, history)
 

@@ -134,10 +134,10 @@ class InstanceAgent:
             self._advance(now_s)
         return None
 
-    def next_ahead(self, feeds_back: Callable[[SamplingParams], bool]) -> Work | None:
+    def next_ahead(self, now_s: float, feeds_back: Callable[[SamplingParams], bool]) -> Work | None:
         """While a step runs: the next, if tokens of the first are but its inputs; both finish."""
         membership = self.membership if self._is_calm else None
-        return localize_ahead(self.state, self.change, membership, feeds_back)
+        return localize_ahead(self.state, self.change, membership, now_s, feeds_back)
 
     @property
     def _is_calm(self) -> bool:

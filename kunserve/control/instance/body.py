@@ -45,7 +45,7 @@ class StepWork:
     is_first: bool
     is_last: bool
     token_ids: Int32Array | None
-    """[num_tokens] input tokens; only the first stage has them, unless the step runs ahead."""
+    """[num_tokens] input tokens; only the first stage has them, unless all are fed back."""
     tables: Int32Array
     """[rows, max_blocks] block table entries of every sequence; entry e puts layer l at e + l."""
     rows: Int32Array
@@ -55,7 +55,7 @@ class StepWork:
     sample, and the first one samples."""
     feeds: Int32Array | None = None
     """[num_tokens] of a step that runs ahead: which token of those that the step before samples
-    each input is."""
+    each input is; -1 where ``token_ids`` has it."""
 
     @property
     def gives_rows(self) -> bool:

@@ -91,8 +91,9 @@ def localize(
     layers, scheduler = membership.layers, membership.scheduler
     token_ids = feeds = None
     if scheduler is not None:
-        token_ids = None if runs_ahead else scheduler.token_ids_of(plan)
         feeds = scheduler.feeds() if runs_ahead else None
+        if feeds is None or feeds.min() < 0:
+            token_ids = scheduler.token_ids_of(plan)
     return StepWork(
         plan=plan,
         layers=layers,
@@ -110,6 +111,7 @@ def localize_ahead(
     state: InstanceState,
     change: Change,
     membership: Membership | None,
+    now_s: float,
     feeds_back: Callable[[SamplingParams], bool],
 ) -> Work | None:
     """Form and localize the step behind the one that runs, if that can be done while it does."""
@@ -117,7 +119,7 @@ def localize_ahead(
     if membership is None or membership.ready or membership.head is not None:
         return None
     scheduler = membership.scheduler
-    plan = None if scheduler is None else scheduler.schedule_ahead(feeds_back)
+    plan = None if scheduler is None else scheduler.schedule_ahead(now_s, feeds_back)
     if plan is None:
         return None
     step = localize(state, change, membership, plan, runs_ahead=True)

@@ -66,7 +66,7 @@ class SchedulerConfig:
     """Keep the KV of prompts and answers while memory is free, and compute only what comes after
     the longest beginning that is kept."""
     async_scheduling: Annotated[bool, _batches()] = True
-    """On a device, ask for the next step while one is computed, if all that run decode."""
+    """On a device, ask for the next step while one is computed."""
     speculative_config: Annotated[SpeculativeConfig | None, _batches()] = None
     """Guess ahead by prompt lookup, as JSON: {"method": "ngram", "num_speculative_tokens": 4,
     "prompt_lookup_min": 2, "prompt_lookup_max": 4}. Outputs stay the same. Steps check guesses

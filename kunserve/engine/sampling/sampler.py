@@ -134,8 +134,12 @@ class Sampler:
         """Whether ``feed`` may be called behind such a request's token, before it is here."""
         return False
 
-    def feed(self, places: npt.NDArray[np.int32]) -> torch.Tensor:
-        """On the device, of the tokens that were asked for last, those at these places [n]."""
+    def feed(
+        self, places: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32] | None
+    ) -> torch.Tensor:
+        """On the device, of the tokens that were asked for last, those at these places [n]; where
+        that is -1, those of ``token_ids`` [n].
+        """
         raise AssertionError("tokens are on the host")
 
     def sample_found(

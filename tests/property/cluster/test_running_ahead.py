@@ -35,10 +35,11 @@ def play(seed: int, *, pool: int, block_size: int, caches: bool) -> FakeCluster:
         caches=caches,
     )
     cluster.runs_ahead = True
-    for number in range(12):
-        if len(cluster.unfinished) < 6:
-            sampling = FORMS[number % len(FORMS)](draw.randint(1, 20), draw.randint(0, 99))
-            cluster.request(draw.randint(1, 12), sampling=sampling, num_common=draw.choice([0, 9]))
+    for _ in range(6):
+        for number in range(draw.randint(1, 4)):
+            sampling = FORMS[number](draw.randint(1, 20), draw.randint(0, 99))
+            num_prompt = min(draw.choice([draw.randint(1, 12), 45]), pool * block_size // 2)
+            cluster.request(num_prompt, sampling=sampling, num_common=draw.choice([0, 9]))
         for _ in range(draw.randint(0, 150)):
             if not (actions := cluster.actions()):
                 break
@@ -81,10 +82,12 @@ def test_steps_do_run_ahead_and_some_compute_a_token_for_nothing(
         begin(in_flight)
         for step in in_flight._steps.values():
             counts["steps"] += 1
+            counts["mixed"] += step.num_prompt_tokens > 0 and len(step.sequences) > 1
             counts["tokens"] += len(step.sampling)
             counts["for nothing"] += step.sampling.count(None)
 
     monkeypatch.setattr(InFlight, "begin_ahead", counted)
     for seed in range(8):
-        play(seed, pool=16, block_size=2, caches=bool(seed % 2))
-    assert counts["steps"] > 100 and 5 < counts["for nothing"] < counts["tokens"] / 2, counts
+        play(seed, pool=30, block_size=2, caches=bool(seed % 2))
+    assert counts["steps"] > 100 and counts["mixed"] > 5, counts
+    assert 5 < counts["for nothing"] < counts["tokens"] / 2, counts

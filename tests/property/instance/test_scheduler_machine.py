@@ -246,7 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.stages = Stages(self.link.capacity_blocks)
         self.stages.salts = self.salts
         self.plans: deque[tuple[StepPlan, list[int], bool]] = deque()
-        """With their input tokens; of one that runs ahead which of those sampled last they are."""
+        """With their input tokens; of one that runs ahead -1 - n for the n-th sampled last."""
         self.sampled: list[int] = []
         """By the last step that ran."""
         self.results: deque[StepResult] = deque()
@@ -325,16 +325,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A body that does not feed requests with penalties back, or that does."""
         is_due = self.scheduler.num_in_flight == 1 and not self.scheduler._in_flight.is_ahead
         plan = self.scheduler.schedule_ahead(
-            lambda sampling: not (keeps_apart and sampling.presence_penalty)
+            self.now_s,
+            lambda sampling: not (keeps_apart and sampling.presence_penalty),
         )
         if plan is None:
             return
         assert is_due and self.num_stages == 1 and self.config.speculative_config is None
-        assert not (plan.released or plan.started or plan.swapped_in or plan.swapped_out)
-        assert all(chunk.num_tokens == chunk.num_sampled == 1 for chunk in plan.chunks)
-        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert not (plan.released or plan.swapped_in or plan.swapped_out)
+        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(plan.chunks) <= self.config.max_num_seqs
-        self.plans.append((plan, self.scheduler.feeds().tolist(), True))
+        known = self.scheduler.token_ids_of(plan).tolist()
+        feeds = self.scheduler.feeds().tolist()
+        fed = [
+            -1 - place if place >= 0 else token for place, token in zip(feeds, known, strict=True)
+        ]
+        self.plans.append((plan, fed, True))
 
     def check_victim(self, request_id: RequestId, ran: set[RequestId]) -> None:
         """Nobody who goes on is less urgent (where a pause's bound does not ask for more)."""
@@ -349,7 +354,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def execute(self) -> None:
         plan, tokens, is_fed = self.plans.popleft()
         if is_fed:
-            tokens = [self.sampled[place] for place in tokens]
+            tokens = [self.sampled[-1 - token] if token < 0 else token for token in tokens]
         result = self.stages.run(plan, tokens)
         self.sampled = [token.token_id for token in result.tokens]
         self.results.append(result)

@@ -9,7 +9,7 @@ from kunserve.control.instance.work import Work
 from kunserve.core.config import SchedulerConfig
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
-from kunserve.core.messages import Abort, Form, Submit
+from kunserve.core.messages import Abort, Form, Outputs, Report, Submit
 from kunserve.core.plan import NOTHING_MEASURED
 from kunserve.core.request import Request, SamplingParams
 from kunserve.core.tokens import TokenIds
@@ -19,6 +19,7 @@ from kunserve_lab.world.mover import WorldMover
 NUM_LAYERS = 2
 BLOCK_SIZE = 2
 WHOLE = LayerRange(0, NUM_LAYERS)
+Tokens = dict[RequestId, list[int | None]]
 
 
 class NotedBody(FakeBody):
@@ -47,8 +48,8 @@ def agent_with(kv_units: int) -> tuple[InstanceAgent, NotedBody]:
     return agent, body
 
 
-def submit(agent: InstanceAgent, name: str, num_prompt: int) -> None:
-    sampling = SamplingParams(max_tokens=8, temperature=0.0)
+def submit(agent: InstanceAgent, name: str, num_prompt: int, presence_penalty: float = 0.0) -> None:
+    sampling = SamplingParams(8, temperature=0.0, presence_penalty=presence_penalty)
     prompt = TokenIds(range(1, 1 + num_prompt))
     agent.on(Submit(Request(RequestId(name), prompt, sampling, 0.0)), 0.0)
 
@@ -60,7 +61,7 @@ def begin(agent: InstanceAgent) -> Work:
 
 
 def ahead(agent: InstanceAgent) -> Work | None:
-    return agent.next_ahead(lambda sampling: True)
+    return agent.next_ahead(0.0, lambda sampling: True)
 
 
 def end(agent: InstanceAgent, body: FakeBody, work: Work) -> StepOutcome:
@@ -115,17 +116,117 @@ def test_nothing_runs_ahead_while_something_waits_to_be_freed(is_left: bool) -> 
     assert RequestId("r1") not in agent.state.table.rows
 
 
-def test_nothing_runs_ahead_of_who_was_kept_out_by_a_full_step_alone() -> None:
-    """There is memory for it, so the next step takes it in."""
+def chunks_of(work: Work) -> dict[str, tuple[int, int]]:
+    """Start and number of tokens of each."""
+    assert isinstance(work.step, StepWork)
+    return {c.request_id: (c.start, c.num_tokens) for c in work.step.plan.chunks}
+
+
+def serve(*, runs_ahead: bool) -> tuple[list[dict[str, tuple[int, int]]], list[bool], Tokens]:
+    """One request decodes when a long prompt comes, in chunks, and then a short one."""
+    agent, body = agent_with(kv_units=200)
+    submit(agent, "decode", 3)
+    work: Work | None = begin(agent)
+    chunks, ahead_of = [], [False]
+    while work is not None:
+        chunks.append(chunks_of(work))
+        if len(chunks) == 2:
+            submit(agent, "long", 50)
+        if len(chunks) == 4:
+            submit(agent, "late", 5)
+        following = ahead(agent) if runs_ahead else None
+        agent.state.table.check()
+        end(agent, body, work)
+        agent.check()
+        work = following or agent.next_work(0.0)
+        ahead_of.append(following is not None)
+    tokens: Tokens = {}
+    for _, message, _ in agent.outbox:
+        for token in message.tokens if isinstance(message, Outputs) else ():
+            tokens.setdefault(token.request_id, []).append(token.token_id)
+    return chunks, ahead_of, tokens
+
+
+def test_chunks_of_a_prompt_and_who_begins_run_ahead_beside_decodes() -> None:
+    """The same steps as one after the other give, and the same tokens."""
+    one_by_one, _, expected = serve(runs_ahead=False)
+    chunks, ahead_of, tokens = serve(runs_ahead=True)
+    assert tokens == expected and {len(t) for t in tokens.values()} == {8}
+    assert chunks == one_by_one
+    mixed = [c for c, is_ahead in zip(chunks, ahead_of, strict=False) if is_ahead and "long" in c]
+    assert {"decode": (5, 1), "long": (15, 15)} in mixed, mixed
+    assert any("late" in c and c["late"] == (0, 5) for c in mixed), mixed
+    assert sum(ahead_of) >= 10, ahead_of
+
+
+def test_who_ends_meanwhile_leaves_the_chunk_beside_it_what_it_was() -> None:
+    agent, body = agent_with(kv_units=200)
+    submit(agent, "decode", 3)
+    end(agent, body, begin(agent))
+    submit(agent, "long", 40)
+    work = begin(agent)
+    following = ahead(agent)
+    assert following is not None
+    assert chunks_of(following) == {"decode": (4, 1), "long": (15, 15)}
+    agent.on(Abort(RequestId("decode")), 0.0)
+    end(agent, body, work)
+    agent.check()
+    assert ahead(agent) is None, "its memory is to be freed"
+    end(agent, body, following)
+    assert chunks_of(begin(agent)) == {"long": (30, 10)}
+
+
+def test_who_begins_ahead_and_is_aborted_before_leaves_nothing() -> None:
+    agent, body = agent_with(kv_units=200)
+    submit(agent, "decode", 3)
+    work = begin(agent)
+    submit(agent, "late", 5)
+    following = ahead(agent)
+    assert following is not None and chunks_of(following)["late"] == (0, 5)
+    agent.on(Abort(RequestId("late")), 0.0)
+    end(agent, body, work)
+    end(agent, body, following)
+    assert chunks_of(begin(agent)).keys() == {"decode"}
+    assert RequestId("late") not in agent.state.table.rows
+    agent.check()
+
+
+def test_who_needs_its_token_here_is_not_begun_ahead_of_it() -> None:
+    agent, body = agent_with(kv_units=200)
+    submit(agent, "decode", 3)
+    work = begin(agent)
+    submit(agent, "long", 40, presence_penalty=0.5)
+    assert agent.next_ahead(0.0, lambda sampling: not sampling.presence_penalty) is None
+    assert ahead(agent) is not None, "another body may"
+    end(agent, body, work)
+
+
+def test_a_shortage_of_memory_that_begins_is_told_before_a_step_runs_ahead() -> None:
+    agent, body = agent_with(kv_units=40)
+    submit(agent, "decode", 3)
+    work = begin(agent)
+    submit(agent, "large", 38)
+    agent.outbox.clear()
+    assert ahead(agent) is None
+    end(agent, body, work)
+    work = begin(agent)
+    assert chunks_of(work).keys() == {"decode"}
+    assert any(isinstance(message, Report) for _, message, _ in agent.outbox)
+    assert ahead(agent) is not None, "it is known now"
+    end(agent, body, work)
+
+
+def test_who_was_kept_out_by_a_full_step_begins_ahead() -> None:
+    """There is memory for it."""
     agent, body = agent_with(kv_units=80)
     submit(agent, "long", 32)
     submit(agent, "late", 4)
     end(agent, body, begin(agent))
     work = begin(agent)
-    assert isinstance(work.step, StepWork)
-    assert sum(chunk.num_tokens for chunk in work.step.plan.chunks) == 16, "it is full"
-    assert ahead(agent) is None
+    assert chunks_of(work) == {"long": (16, 16)}, "it is full"
+    following = ahead(agent)
+    assert following is not None
+    assert chunks_of(following) == {"long": (32, 1), "late": (0, 4)}
     end(agent, body, work)
-    step = begin(agent).step
-    assert isinstance(step, StepWork)
-    assert RequestId("late") in {chunk.request_id for chunk in step.plan.chunks}
+    end(agent, body, following)
+    agent.check()
