@@ -75,7 +75,7 @@ class PlainLines:
         state = (tuple(one.state for one in view.replicas), tuple(errors.values()))
         if state == self._said and view.time_s - self._said_s < LINE_EVERY_S:
             return
-        if errors and state[1] != self._said[1:]:
+        if errors and state[1:] != self._said[1:]:
             for text in errors.values():
                 self._line(f"{_clock(view.time_s)}  {text}")
         self._said, self._said_s = state, view.time_s

@@ -1,5 +1,6 @@
 """What an operator's day has: mistyped flags, clocks that are set, servers that fall silent."""
 
+import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from kunserve.core.errors import ConfigError
 from kunserve_lab.observer.command import observe_command
 from kunserve_lab.observer.episodes.episode import CALM_S, Episode
 from kunserve_lab.observer.output.report import report_html
+from kunserve_lab.observer.output.show import PlainLines
 from kunserve_lab.observer.readings.names import SGLANG, VLLM
 from kunserve_lab.observer.readings.page import Reading, parse_page
 from kunserve_lab.observer.run import Observer
@@ -177,6 +179,17 @@ def test_a_live_page_shows_the_fleet_now_and_a_report_does_not(tmp_path: Path) -
     assert "<h2>Now</h2>" in live and "<td>42%</td>" in live and "http-equiv=refresh" in live
     assert "no server at &lt;b&gt;" in live
     assert "refresh" not in report_html(observer._session.history, [], [])
+
+
+def test_a_server_that_is_gone_is_told_once() -> None:
+    out, session = io.StringIO(), Session(Made(device="a800"), 1.0)
+    shower, errors = PlainLines(out), {"b": "no server at b"}
+    for second in range(40):
+        waits = 20.0 if second > 20 else 0.0
+        one = running(1000.0 + second, second, 0.99 if waits else 0.2, waits)
+        shower.show(session.feed([one], 1000.0 + second)[0], errors)
+    assert out.getvalue().count("no server at b") == 1
+    assert "memory short on 1" in out.getvalue()
 
 
 def test_settings_need_one_source() -> None:
