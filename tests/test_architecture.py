@@ -124,6 +124,12 @@ def test_no_folder_is_a_heap() -> None:
     assert not {folder: number for folder, number in loose.items() if number > MAX_LOOSE_FILES}
 
 
+def test_one_file_touches_vllm() -> None:
+    """What another release may have changed is looked for there only."""
+    files = [name for name, tree in trees().items() if "vllm" in imported_roots(tree)]
+    assert files == ["kunserve_extras/vllm_body/release.py"]
+
+
 def test_core_is_standard_library_only() -> None:
     roots = {n: imported_roots(t) for n, t in trees().items() if n.startswith("kunserve/core/")}
     assert roots

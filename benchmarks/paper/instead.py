@@ -12,6 +12,7 @@ WAYS = (
     ("KV offload: `swap`", INSTEAD, "swap", "copies"),
     ("KV in fp8", INSTEAD, "fp8-kv", "answers change, at all times"),
     ("waking sleepers in 3 s", INSTEAD, "sleepers", "as many idle GPUs again"),
+    ("tensor parallelism in pairs", CLAIMS, "tp-pairs", "fast links, at all times"),
     ("pods that come after 100 s", f"{INSTEAD}_pods", "autoscale", "GPUs that nobody else has"),
     ("`drop`", CLAIMS, "drop", ""),
 )

@@ -12,7 +12,7 @@ from kunserve.engine.cpu.decoder import StepDecoder, StepLimits
 from kunserve.engine.cpu.kernels.library import library
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
-from kunserve.engine.weights.readers import DummyReader, Reader, SafetensorsReader
+from kunserve.engine.weights.readers import DummyReader, Reader, SafetensorsReader, open_reader
 from kunserve.model.config import read_spec
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec, WeightSizes
@@ -48,6 +48,7 @@ class VllmBackend(CpuBackend):
         check_model(source)
         library()
         spec = read_spec(source, model.dtype, computed_elsewhere=True)
+        open_reader(source, spec, model.seed)  # of a file that is none vLLM would not say so
         opened = open_model(source.path, model.dtype, self._block_size)
         self._parameters = Parameters(opened)
         self.hop_rows = len(opened.hop_names)

@@ -76,7 +76,7 @@ What it says after a burst
 @_fleet("--max-num-batched-tokens", type=click.IntRange(min=1), help="The same.")
 @_output("--json", "as_json", is_flag=True, help="A JSON object a line: views and episodes.")
 @_output("--port", type=click.IntRange(0, 65535),
-         help="Serve /metrics of the observer's own, /state and the report at / here.")
+         help="Serve /metrics of the observer's own, /state and a live page at / here.")
 @_output("--host", default="127.0.0.1", show_default=True, help="For --port.")
 @_output("--record", type=_FILE, help="Append every reading to this file.")
 @_output("--report", type=_FILE, help="Write an HTML page with plots at the end.")

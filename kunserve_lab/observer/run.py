@@ -5,7 +5,8 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import aiohttp
 
@@ -16,6 +17,7 @@ from kunserve_lab.observer.episodes.what_if import Judged
 from kunserve_lab.observer.output.endpoint import Endpoint
 from kunserve_lab.observer.output.report import report_html, summary, write_report
 from kunserve_lab.observer.output.show import Shower, shower_of
+from kunserve_lab.observer.readings.clock import now_s
 from kunserve_lab.observer.readings.page import Reading
 from kunserve_lab.observer.readings.prometheus import read_prometheus, seconds_of
 from kunserve_lab.observer.readings.record import Recorder, by_moment, read_record, usual_period_s
@@ -38,12 +40,14 @@ class Observer:
         self._shower = shower or shower_of(settings.as_json, sys.stdout)
         self._session = Session(settings.made, settings.period_s)
         self._endpoint: Endpoint | None = None
+        self._errors: dict[str, str] = {}
 
     # A record or a Prometheus server
 
     def replay(self) -> None:
         """Everything that a record or a Prometheus server has, at once. Raises ConfigError."""
         settings = self.settings
+        self._check_report()
         if settings.file is not None:
             readings = read_record(settings.file)
             period_s = usual_period_s(readings)
@@ -79,6 +83,7 @@ class Observer:
 
     def _judge_here(self, episode: Episode) -> None:
         profile, factors = self._session.make_of(episode)
+        print("a burst is simulated, which takes a while", file=sys.stderr)
         self._tell(judge_here((episode, profile, factors, self.settings.made)))
 
     # Live
@@ -86,6 +91,7 @@ class Observer:
     async def watch(self, stop: asyncio.Event | None = None) -> None:
         """Look at the servers until the time is over or ``stop`` is set. Raises ConfigError."""
         settings = self.settings
+        self._check_report()
         stop = stop or _stop_at_signals()
         scraper = Scraper(settings.urls, settings.period_s, settings.api_key)
         judging = Judging(self._tell)
@@ -117,8 +123,9 @@ class Observer:
             readings = scraper.take()
             if recorder is not None and readings:
                 recorder.write(readings)
-            view, episode = session.feed(readings, time.time())
-            self._shower.show(view, scraper.errors | session.refused)
+            view, episode = session.feed(readings, now_s())
+            self._errors = scraper.errors | session.refused
+            self._shower.show(view, self._errors)
             if self._endpoint is not None:
                 self._endpoint.show(view)
             self._give(judging, episode)
@@ -140,8 +147,9 @@ class Observer:
     # What both do
 
     def page(self) -> str:
-        """The report so far."""
-        return report_html(tuple(self._session.history), tuple(self.judged), self._conditions())
+        """The fleet now, and the report so far."""
+        points, judged = tuple(self._session.history), tuple(self.judged)
+        return report_html(points, judged, self._conditions(), self._errors)
 
     def _tell(self, judged: Judged) -> None:
         self.judged = [*self.judged, judged][-MOST_EPISODES:]
@@ -154,12 +162,15 @@ class Observer:
         history = tuple(self._session.history)
         if not self.settings.as_json:
             print(summary(history, self.judged))
-        if self.settings.report is None:
-            return
-        try:
-            write_report(self.settings.report, history, self.judged, self._conditions())
-        except OSError as error:
-            raise ConfigError(f"--report {self.settings.report}: {error.strerror}") from None
+        if self.settings.report is not None:
+            with _told(self.settings.report):
+                write_report(self.settings.report, history, self.judged, self._conditions())
+
+    def _check_report(self) -> None:
+        """Before a day of watching, not after it. Raises ConfigError."""
+        if self.settings.report is not None:
+            with _told(self.settings.report), self.settings.report.open("ab"):
+                pass
 
     def _conditions(self) -> list[tuple[str, str]]:
         made, factors = self.settings.made, self._session.factors
@@ -174,6 +185,14 @@ class Observer:
             ("limits of a step", f"{made.max_num_batched_tokens} tokens, {made.max_num_seqs} "
              "requests"),
         ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _told(report: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"--report {report}: {error.strerror}") from None
 
 
 async def _first_answer(scraper: Scraper, stop: asyncio.Event) -> None:

@@ -19,6 +19,8 @@ MOST_POINTS = 20_000
 MOST_CHANGES = 4000
 """The newest, to which step times are fitted."""
 REFIT_S = 30.0
+LONGEST_GAP_S, MOST_PERIODS = 300.0, 5
+"""Of a replica's silence: what came in a longer one came nobody knows when, and is not counted."""
 TTFT_WINDOW_S = 30.0
 """Over which P99 TTFT is taken for the history."""
 
@@ -99,6 +101,8 @@ class Session:
             return ()
         self._last[name] = reading
         change = None if before is None else change_of(before, reading)
+        if change and change.elapsed_s > max(LONGEST_GAP_S, MOST_PERIODS * self.period_s):
+            change = None
         self._watch.take(reading, change)
         return () if change is None else (change,)
 

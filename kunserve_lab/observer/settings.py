@@ -46,16 +46,27 @@ class Settings:
 
 def settings_of(flags: dict[str, Any]) -> Settings:
     """From the command line. Raises ConfigError."""
-    urls = tuple(url.strip() for url in flags["urls"].split(",") if url.strip())
+    urls = tuple(_address(url) for url in flags["urls"].split(",") if url.strip())
     sources = [bool(urls), flags["file"] is not None, flags["prometheus"] is not None]
     if sum(sources) != 1:
         raise ConfigError("say what to observe: one of --urls, --from and --prometheus")
-    for url in urls:
+    asked = [("--urls", url) for url in urls] + [("--prometheus", flags["prometheus"] or "http://")]
+    for flag, url in asked:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--urls: {url!r} must begin with http:// or https://")
+            raise ConfigError(f"{flag}: {url!r} must begin with http:// or https://")
     if len(set(urls)) < len(urls):
         raise ConfigError("--urls names a server twice")
+    for name, flag in (("duration_s", "--duration"), ("port", "--port"), ("record", "--record")):
+        if flags[name] is not None and not urls:
+            raise ConfigError(f"{flag} is for watching servers: it goes with --urls")
+    if flags["selector"] and flags["prometheus"] is None:
+        raise ConfigError("--selector goes with --prometheus")
     made_of = Made.__dataclass_fields__
     made = Made(**{name: flags[name] for name in made_of})
     rest = {name: flags[name] for name in Settings.__dataclass_fields__ if name in flags}
     return Settings(**rest | {"made": made, "urls": urls})
+
+
+def _address(url: str) -> str:
+    """A server's, also where the page's was given."""
+    return url.strip().rstrip("/").removesuffix("/metrics").rstrip("/")

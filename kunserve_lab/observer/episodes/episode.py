@@ -78,6 +78,7 @@ class Episodes:
         """The episode that is over now, if one is."""
         now_s = view.time_s
         elapsed_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
+        elapsed_s = min(elapsed_s, CALM_S + period_s)  # nobody looked in a longer one
         self._looked_s = now_s
         is_short = any(one.memory_short or one.compute_short for one in view.present)
         waits = any(one.num_waiting for one in view.present)

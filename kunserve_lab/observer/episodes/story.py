@@ -98,6 +98,7 @@ def comparison(judged: Judged) -> list[str]:
     if WAKE in found:
         woken = found[WAKE].num_woken
         text = f"waking {woken} sleeping replica{'' if woken == 1 else 's'} in {WAKE_S:g} s each"
+        text = text if woken else "with sleepers, of which none would have been woken,"
         others.append(f"{text} {_seconds(found[WAKE].ttft_p99_s)}")
     lines = [f"P99 TTFT otherwise: {'; '.join(others)}."]
     if judged.map is not None:

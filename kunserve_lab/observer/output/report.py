@@ -4,7 +4,7 @@ import base64
 import html
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -16,12 +16,16 @@ from matplotlib.figure import Figure
 from kunserve_lab.compare.output.report_page import STYLE, html_table
 from kunserve_lab.observer.episodes.story import Cause, cause_of, comparison, sentence
 from kunserve_lab.observer.episodes.what_if import Judged
+from kunserve_lab.observer.output.show import HEADS, amount, cells, fleet_line
 from kunserve_lab.observer.session import Point
 
 matplotlib.use("Agg")
 
 _COLORS = {Cause.MEMORY: "#c53030", Cause.TOO_MUCH: "#dd8a1b", Cause.DISPATCH: "#6b46c1",
            Cause.COMPUTE: "#2b6cb0", Cause.UNKNOWN: "#9aa5b1"}  # fmt: skip
+
+REFRESH_S = 10
+"""After which a browser asks for a live page again."""
 
 
 def write_report(
@@ -31,19 +35,24 @@ def write_report(
     conditions: Sequence[tuple[str, str]],
 ) -> None:
     """Everything inline: no file beside it is needed."""
-    path.write_text(report_html(points, judged, conditions))
+    path.write_text(report_html(points, judged, conditions), encoding="utf-8")
 
 
 def report_html(
-    points: Sequence[Point], judged: Sequence[Judged], conditions: Sequence[tuple[str, str]]
+    points: Sequence[Point],
+    judged: Sequence[Judged],
+    conditions: Sequence[tuple[str, str]],
+    errors: Mapping[str, str] | None = None,
 ) -> str:
-    """The page."""
+    """The page. With ``errors``, of servers that do not answer, it shows the fleet now too."""
     title = "What drops would have done here"
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>",
         f"<style>{STYLE}</style><h1>{title}</h1>",
         f"<p>{html.escape(summary(points, judged))}</p>",
     ]
+    if errors is not None:
+        parts += _now(points, errors)
     if points:
         parts.append(_image("The fleet over time", _plot_fleet(points, judged)))
     for number, one in enumerate(judged, start=1):
@@ -54,6 +63,16 @@ def report_html(
             parts.append(_image(f"Episode {number}, P99 TTFT by way", _plot_ways(one)))
     parts.append(f"<h2>Conditions</h2>{html_table([('what', 'value'), *conditions])}")
     return "\n".join(parts)
+
+
+def _now(points: Sequence[Point], errors: Mapping[str, str]) -> list[str]:
+    parts = [f"<meta http-equiv=refresh content={REFRESH_S}><h2>Now</h2>"]
+    if points:
+        view = points[-1].view
+        parts.append(f"<p>{html.escape(fleet_line(view))}</p>")
+        parts.append(html_table([HEADS, *(cells(one) for one in view.replicas)]))
+        parts += [f"<p>{html.escape(text)}</p>" for text in view.texts]
+    return parts + [f"<p class=note>{html.escape(text)}</p>" for text in errors.values()]
 
 
 def summary(points: Sequence[Point], judged: Sequence[Judged]) -> str:
@@ -72,9 +91,10 @@ def summary(points: Sequence[Point], judged: Sequence[Judged]) -> str:
     causes = "; ".join(f"{num[cause]} {text}" for cause, text in told.items() if num[cause])
     drops, number = points[-1].view.drops, len(judged) or "no"
     was = f"{number} burst{' was' if number == 1 else 's were'} too much for a replica"
+    made = amount(drops.num_drops, "drop")
     return (
         f"{_day(begin_s)} to {_day(end_s)}: {was}{': ' + causes if causes else ''}. The controller "
-        f"would have made {drops.num_drops} drops, and saved {drops.wait_s:.0f} s of waiting "
+        f"would have made {made}, and saved {drops.wait_s:.0f} s of waiting "
         "over all requests."
     )
 

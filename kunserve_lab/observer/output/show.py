@@ -14,6 +14,7 @@ from kunserve_lab.observer.episodes.story import as_json, comparison, sentence
 from kunserve_lab.observer.episodes.what_if import Judged
 from kunserve_lab.observer.watch import FleetView, ReplicaView
 
+HEADS = ("replica", "KV", "demand", "running", "waiting", "req/s", "full in", "state")
 LINE_EVERY_S = 10.0
 """Of plain lines, while nothing changes."""
 
@@ -74,7 +75,7 @@ class PlainLines:
         state = (tuple(one.state for one in view.replicas), tuple(errors.values()))
         if state == self._said and view.time_s - self._said_s < LINE_EVERY_S:
             return
-        if errors and state[1] != self._said[1:]:
+        if errors and state[1:] != self._said[1:]:
             for text in errors.values():
                 self._line(f"{_clock(view.time_s)}  {text}")
         self._said, self._said_s = state, view.time_s
@@ -107,11 +108,11 @@ class LiveTable:
     def show(self, view: FleetView, errors: Mapping[str, str]) -> None:
         """See ``Shower``."""
         table = Table(title=fleet_line(view), title_justify="left", title_style="bold")
-        for head in ("replica", "KV", "demand", "running", "waiting", "req/s", "full in", "state"):
+        for head in HEADS:
             table.add_column(head, justify="left" if head in ("replica", "state") else "right")
         for one in view.replicas:
             style = "dim" if one.is_stale else "red" if one.state != "well" else ""
-            table.add_row(*_cells(one), style=style)
+            table.add_row(*cells(one), style=style)
         table.caption = "\n".join([*view.texts, *errors.values()]) or None
         self._live.update(table)
 
@@ -130,11 +131,16 @@ def story_lines(judged: Judged) -> list[str]:
     return [f"{sentence(judged)}.", *(f"    {line}" for line in comparison(judged))]
 
 
+def amount(number: int, noun: str) -> str:
+    """Such as ``1 replica``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def fleet_line(view: FleetView) -> str:
     """The whole fleet in a line."""
     present = view.present
     stale = len(view.replicas) - len(present)
-    parts = [_clock(view.time_s), f"{len(present)} replicas"]
+    parts = [_clock(view.time_s), amount(len(present), "replica")]
     if stale:
         parts.append(f"{stale} without an answer")
     if present:
@@ -176,7 +182,8 @@ def view_json(view: FleetView) -> dict[str, object]:
     }
 
 
-def _cells(one: ReplicaView) -> tuple[str, ...]:
+def cells(one: ReplicaView) -> tuple[str, ...]:
+    """A replica's row under `HEADS`."""
     full = "-" if one.full_in_s is None else f"{one.full_in_s:.0f} s"
     state = f"no answer for {one.age_s:.0f} s" if one.is_stale else one.state
     return (

@@ -1,6 +1,7 @@
 """Readings from a Prometheus server that scrapes the fleet, by its range queries."""
 
 import asyncio
+import json
 import math
 import re
 from collections import defaultdict
@@ -97,7 +98,7 @@ async def _get(
     path = f"{url.rstrip('/')}/api/v1/query_range"
     try:
         async with session.get(path, params=params) as answer:
-            body: Any = await answer.json(content_type=None)
+            text = await answer.text(errors="replace")
     except TimeoutError:
         raise ConfigError(
             f"{path} gave no answer in {QUERY_S:g} s: ask for less (--since)"
@@ -105,6 +106,12 @@ async def _get(
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise ConfigError(
             f"no Prometheus server at {url}: {error or type(error).__name__}"
+        ) from None
+    try:
+        body: Any = json.loads(text)
+    except ValueError:
+        raise ConfigError(
+            f"{path} answers {answer.status} and no JSON: is it a Prometheus server?"
         ) from None
     if not isinstance(body, dict) or body.get("status") != "success":
         said = body.get("error") if isinstance(body, dict) else None

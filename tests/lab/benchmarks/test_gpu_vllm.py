@@ -1,6 +1,7 @@
 """Two phases of the day on a GPU have vLLM's classes: rehearsed where vLLM is installed."""
 
 import json
+import shlex
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from benchmarks.gpu_phases import vllm_burst, vllm_identity
-from benchmarks.gpu_phases.machine import Machine
+from benchmarks.gpu_phases.machine import MIB, Machine
+from benchmarks.gpu_phases.models import serving_model
 from benchmarks.report import Report
 from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
@@ -19,6 +21,8 @@ from kunserve.engine.body import EngineBody
 from kunserve.engine.devices import open_backend
 from kunserve.engine.memory.wrap import wrap
 from kunserve.model.source import resolve_model
+from kunserve.server.start.command import config_from_flags, serve_command
+from kunserve_lab.compare.experiment_file import read_experiment
 from tests.direct_engine import DirectEngine
 from tests.running.engines import NEEDS_VLLM
 
@@ -51,6 +55,37 @@ def test_tokens_over_drops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     freed = [one["value"] for one in said if one["name"] == "freed"]
     assert found["other tokens through the drop"] == 0
     assert freed[0] > 0 > freed[1]
+
+
+def commands_in(folder: Path) -> dict[str, list[str]]:
+    """What P11 starts, without the interpreter."""
+    machine = Machine.named("fake", folder)
+    path = vllm_burst.write_experiment(machine, serving_model(machine)[0], 2 * MIB)
+    others = read_experiment(path).others
+    return {name: shlex.split(one.command.format(port=1))[3:] for name, one in others.items()}
+
+
+def test_our_servers_of_a_burst_know_their_flags(tmp_path: Path) -> None:
+    found = {}
+    for name, (first, *words) in commands_in(tmp_path).items():
+        if first == "serve":
+            context = serve_command.make_context("serve", words)
+            found[name] = config_from_flags(context.params)
+    assert {name: one.overload.policy for name, one in found.items()} == {
+        "vllm-body": "recompute",
+        "vllm-body-drop": "drop",
+    }
+    assert all(one.instance.engine == "vllm" for one in found.values())
+
+
+@NEEDS_VLLM
+def test_vllm_knows_the_flags_of_a_burst(tmp_path: Path) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    words = commands_in(tmp_path)["vllm-rr"]
+    found = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    assert (found.load_format, found.kv_cache_memory_bytes) == ("dummy", 2 * MIB)
 
 
 @NEEDS_VLLM

@@ -106,13 +106,14 @@ class JsonSettings(click.ParamType[Any]):
             return value
         given = json.loads(JsonObject().convert(value, param, ctx))
         known = [field.name for field in fields(self._kind)]
+        try:
+            found = msgspec.convert(given, self._kind)
+        except (msgspec.ValidationError, ConfigError) as error:
+            self.fail(str(error), param, ctx)
         for key in given:
             if key not in known:
                 self.fail(f"{key!r} is none of its keys, which are {', '.join(known)}", param, ctx)
-        try:
-            return msgspec.convert(given, self._kind)
-        except (msgspec.ValidationError, ConfigError) as error:
-            self.fail(str(error), param, ctx)
+        return found
 
 
 class FiniteRange(click.FloatRange):

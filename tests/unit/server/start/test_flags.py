@@ -81,6 +81,7 @@ def test_speculation_is_an_object_with_names_of_vllm() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        ('{"model": "a/b", "method": "eagle3"}', "not 'eagle3'; no draft models are loaded"),
         ('{"method": "eagle"}', "must be \"ngram\" (prompt lookup), not 'eagle'"),
         ('{"num_speculative_tokens": 0}', "must be at least 1, not 0"),
         ('{"num_speculative_tokens": "4"}', "Expected `int`, got `str`"),
