@@ -67,7 +67,8 @@ def open_body(
 ) -> EngineBody:
     return EngineBody(
         InstanceId(number),
-        ModelConfig(model=str(folder), dtype="float32"),
+        # Attention of a recorded step is over all positions that there may be.
+        ModelConfig(model=str(folder), dtype="float32", max_model_len=64),
         InstanceConfig(
             memory_bytes=4 << 20, granule_bytes=8 * KIB, block_size=8, enforce_eager=eager
         ),

@@ -73,7 +73,7 @@ def open_body(
 ) -> EngineBody:
     return EngineBody(
         InstanceId(number),
-        ModelConfig(model=str(path), dtype="float32", quantization=quantization),  # type: ignore[arg-type]
+        ModelConfig(str(path), dtype="float32", max_model_len=64, quantization=quantization),  # type: ignore[arg-type]
         InstanceConfig(memory_bytes=8 << 20, granule_bytes=8 * KIB, block_size=8),
         scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=24),
         backend=CudaBackend(torch.device("cpu"), build(), recorder),
