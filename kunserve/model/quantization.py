@@ -27,6 +27,8 @@ FP8_BLOCK = 128
 """Rows, and columns, that share a scale."""
 _COLUMNS = 4096
 """Of a typical matrix, for an estimate."""
+_GGUF_EXPERTS = "_exps."
+"""In the names of matrices of experts."""
 _LAYOUTS = ("int-quantized", "pack-quantized", "float-quantized")
 _READ = "int8 per channel, e4m3 per channel, tensor or block of 128, and int4 by groups"
 
@@ -130,7 +132,11 @@ def kept_layer_bytes(source: ModelSource, spec: ModelSpec, kept: Kept) -> float:
     if not source.is_gguf:
         kinds = stated_formats(source.path, _stated(source)) & kept.formats
         largest = max(kind.panel_bytes(_COLUMNS) for kind in kinds)
-        return spec.layer_params * largest / (PANEL_ROWS * _COLUMNS)
+        plain = 0
+        if spec.experts is not None and not kept.experts:
+            plain = spec.experts.held * spec.mlp_params
+        quantised_bytes = (spec.layer_params - plain) * largest / (PANEL_ROWS * _COLUMNS)
+        return plain * spec.dtype_bytes + quantised_bytes
     num_bytes = 0.0
     for tensor in read_gguf(source.path).tensors.values():
         if tensor.name.startswith("blk."):
@@ -141,6 +147,7 @@ def kept_layer_bytes(source: ModelSource, spec: ModelSpec, kept: Kept) -> float:
 def _tensor_bytes(tensor: GgufTensor, dtype_bytes: int, kept: Kept) -> float:
     num_columns, kind = tensor.shape[-1], GGUF_FORMATS.get(tensor.quant_type)
     num_rows = math.prod(tensor.shape[:-1])
-    if kind is None or kind not in kept.formats or num_columns % kind.block_columns:
+    is_expanded = _GGUF_EXPERTS in tensor.name and not kept.experts
+    if is_expanded or kind not in kept.formats or num_columns % kind.block_columns:
         return num_rows * num_columns * dtype_bytes
     return num_rows * kind.panel_bytes(num_columns) / PANEL_ROWS

@@ -7,7 +7,7 @@ import torch
 
 from kunserve.engine.attention import TORCH_DTYPES, StepBatch
 from kunserve.model.spec import ModelSpec
-from kunserve_extras.torch_body.ops.table import DeviceBatch, aligned
+from kunserve_extras.torch_body.ops.table import DeviceBatch, Lengths, aligned
 from kunserve_extras.torch_body.pinned import PinnedTurns
 
 
@@ -72,6 +72,7 @@ class GraphInputs:
                 name: self._flat[first : first + size]
                 for name, (first, size) in self._places(rows).items()
             }
+            is_mixed = self.most_mixed_seqs is not None
             self._batches[rows] = DeviceBatch(
                 host=None,
                 token_ids=parts["token_ids"][:rows],
@@ -82,7 +83,8 @@ class GraphInputs:
                 q_starts=parts["q_starts"][: num_seqs + 1],
                 context_lens=parts["context_lens"][:num_seqs],
                 sample_rows=self._flat[:0],
-                is_mixed=self.most_mixed_seqs is not None,
+                lengths=Lengths(True, is_mixed, self._width * self._block_size),
+                is_mixed=is_mixed,
             )
         return self._batches[rows]
 

@@ -2,7 +2,6 @@
 
 import logging
 
-import numpy as np
 import torch
 import triton
 
@@ -153,14 +152,10 @@ class TritonOps(ExpertOps):
     ) -> None:
         """See ``Ops``."""
         assert q.stride(1) == q.shape[2], q.stride()
-        # A recorded step must not ask the host. Each kernel leaves the other's sequences alone.
-        host = batch.host
-        lengths = (
-            np.array([1, 2] if batch.is_mixed else [1]) if host is None else np.diff(host.q_starts)
-        )
-        if (lengths > 1).any():
+        # Each kernel leaves the other's sequences alone.
+        if batch.lengths.has_several:
             self._attend_several(layer, q, kv, batch, out)
-        if (lengths == 1).any():
+        if batch.lengths.has_single:
             self._attend_single(layer, q, kv, batch, out)
 
     def _attend_several(
@@ -235,7 +230,7 @@ class TritonOps(ExpertOps):
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-        if not self._joins(batch, kv.shape[3]):
+        if not self._joins(batch):
             return
         join_kernel[(num_seqs, spec.num_heads)](
             sums,
@@ -253,13 +248,11 @@ class TritonOps(ExpertOps):
             num_warps=4,
         )
 
-    def _joins(self, batch: DeviceBatch, block_size: int) -> bool:
-        """Whether a sequence may have several parts: by its length, or in a recorded step by how
-        long the tables let it be. The first call joins in any case, so that all is compiled.
+    def _joins(self, batch: DeviceBatch) -> bool:
+        """Whether a sequence may have several parts. The first call joins in any case, so that all
+        is compiled.
         """
         if not self._has_joined:
             self._has_joined = True
             return True
-        if batch.host is None:
-            return int(batch.tables.shape[1]) * block_size > LEAST_PART_KEYS
-        return int(batch.host.context_lens.max()) > LEAST_PART_KEYS
+        return batch.lengths.longest > LEAST_PART_KEYS

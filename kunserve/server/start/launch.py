@@ -23,7 +23,7 @@ from kunserve.core.snapshots import InstanceSpec
 from kunserve.engine.cpu.kernels.build import find_or_build
 from kunserve.model.config import read_spec
 from kunserve.model.generation_config import SamplingDefaults, read_sampling_defaults
-from kunserve.model.packed import KEPT_ON_CPUS, KEPT_ON_DEVICES, NOTHING_KEPT
+from kunserve.model.packed import KEPT_ON_CPUS, KEPT_ON_DEVICES, NOTHING_KEPT, Kept
 from kunserve.model.quantization import kept_layer_bytes, kept_quantization
 from kunserve.model.source import ModelSource, resolve_model
 from kunserve.model.spec import ModelSpec
@@ -52,13 +52,24 @@ class Launched:
         return (*self.config.model.served_model_name, self.config.model.model)[0]
 
 
+def _keeps(config: KunServeConfig) -> Kept:
+    """What the instances compute with as it is stored. Of GPUs that are not here, what most do."""
+    instance = config.instance
+    if instance.tensor_parallel_size > 1:
+        return NOTHING_KEPT
+    if instance.device == "cpu":
+        return KEPT_ON_CPUS
+    if config.cluster.launcher != "local":
+        return KEPT_ON_DEVICES
+    kept: Kept = find_extra("cards", "cuda", f"--device {instance.device}").find_kept(config)
+    return kept
+
+
 def _kept_of(
     config: KunServeConfig, source: ModelSource, spec: ModelSpec
 ) -> tuple[str | None, float | None]:
     """How weights stay quantised in memory, and what a layer's take then, if they do."""
-    keeps = KEPT_ON_CPUS if config.instance.device == "cpu" else KEPT_ON_DEVICES
-    if config.instance.tensor_parallel_size > 1:
-        keeps = NOTHING_KEPT
+    keeps = _keeps(config)
     kept = kept_quantization(source, config.model, keeps)
     return kept, None if kept is None else kept_layer_bytes(source, spec, keeps)
 

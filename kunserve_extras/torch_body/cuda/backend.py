@@ -24,8 +24,8 @@ from kunserve.engine.sampling.sampler import Sampler
 from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.weights.loader import WeightLoader
 from kunserve.engine.weights.readers import Reader
-from kunserve.model.packed import FP8_FORMATS, KEPT_ON_DEVICES
 from kunserve.model.spec import ModelSpec
+from kunserve_extras.torch_body.cuda.cards import kept_by
 from kunserve_extras.torch_body.cuda.driver import LIBRARY, Driver
 from kunserve_extras.torch_body.cuda.host_kv import PinnedKv
 from kunserve_extras.torch_body.cuda.pages import DevicePages
@@ -59,8 +59,6 @@ _SORT_BYTES = 48
 """Of each logit of rows that are sorted: weights, their ids and running sums, and masks."""
 
 
-_HAS_FP8 = (8, 9)
-"""Compute capability from which a device widens e4m3 by itself. Others have it expanded."""
 _GATHER_BYTES = 16
 """Of each number of a row of a quantised embedding while it is widened."""
 
@@ -110,9 +108,7 @@ class CudaBackend(OneMemory):
         if not self._driver.has_virtual_memory:
             raise ConfigError(f"{self._driver.name} cannot map memory at chosen addresses")
         self.device = device
-        self.kept = KEPT_ON_DEVICES
-        if self._driver.capability < _HAS_FP8:
-            self.kept = self.kept._replace(formats=self.kept.formats - FP8_FORMATS)
+        self.kept = kept_by(self._driver.capability)
         self.enter()
         self._recorder = recorder
         self._attention = "fused"

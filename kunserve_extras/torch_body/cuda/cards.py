@@ -7,6 +7,7 @@ from kunserve.core.config import MIB, KunServeConfig
 from kunserve.core.errors import ConfigError, TooLittleMemory
 from kunserve.core.plan import CardShare
 from kunserve.engine.weights.layout import WeightLayout
+from kunserve.model.packed import FP8_FORMATS, KEPT_ON_DEVICES, NOTHING_KEPT, Kept
 from kunserve.model.sharding import spec_of_rank, spread_over_ranks
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.cuda.driver import LIBRARY, Card, CudaError, read_cards
@@ -19,6 +20,9 @@ _GRANULARITY_BYTES = 2 * MIB
 _GIB = 1 << 30
 _LEAST_CAPABILITY = {"bfloat16": (8, 0), "float16": (7, 0), "float32": (7, 0)}
 """From there on there are tensor cores for the type, or Triton's kernels at all."""
+
+_HAS_FP8 = (8, 9)
+"""From there on a device widens e4m3 by itself. Others have it expanded."""
 
 
 def library_of(device: str) -> str | None:
@@ -71,6 +75,32 @@ def check_card(card: Card, dtype: str) -> None:
         )
 
 
+def kept_by(capability: tuple[int, int]) -> Kept:
+    """Which weights stay quantised on a device of that compute capability."""
+    if capability >= _HAS_FP8:
+        return KEPT_ON_DEVICES
+    return KEPT_ON_DEVICES._replace(formats=KEPT_ON_DEVICES.formats - FP8_FORMATS)
+
+
+def find_kept(config: KunServeConfig) -> Kept:
+    """What all cards that instances may use keep quantised. Raises ConfigError without a card."""
+    library = library_of(config.instance.device)
+    if library is None:
+        return NOTHING_KEPT
+    used = _used(find_cards(library), config)
+    return kept_by(min(card.capability for card in used))
+
+
+def _used(cards: tuple[Card, ...], config: KunServeConfig) -> tuple[Card, ...]:
+    """Those on which ranks of this server come to stand."""
+    return cards[: _most_ranks(config)]
+
+
+def _most_ranks(config: KunServeConfig) -> int:
+    most = max(config.cluster.num_instances, config.cluster.max_instances or 0)
+    return config.instance.tensor_parallel_size * most
+
+
 def find_share(
     config: KunServeConfig, spec: ModelSpec, layer_bytes: float | None = None
 ) -> CardShare | None:
@@ -85,11 +115,10 @@ def find_share(
         return None
     cards = find_cards(library)
     num_ranks = instance.tensor_parallel_size
-    most = num_ranks * max(config.cluster.num_instances, config.cluster.max_instances or 0)
-    used = cards[:most]
+    used = _used(cards, config)
     for card in used:
         check_card(card, spec.dtype)
-    on_each = -(-most // len(cards))
+    on_each = -(-_most_ranks(config) // len(cards))
     if num_ranks > 1:
         spec = spec_of_rank(spread_over_ranks(spec, instance), num_ranks)
     weights_bytes = WeightLayout(spec, _GRANULARITY_BYTES).num_bytes

@@ -202,7 +202,10 @@ class Hops:
         return None if ticket is None else ticket.to_bytes()
 
     def take(self, data: bytes | bytearray | memoryview) -> LandedRows | None:
-        """What a ticket tells of; None for rows as bytes."""
+        """What a ticket tells of; None for rows as bytes.
+
+        Raises MachineFailed for a ticket whose rows may be others' by now.
+        """
         ticket = Ticket.of_bytes(data)
         if ticket is None:
             return None
@@ -210,6 +213,8 @@ class Hops:
             lane = self._lanes.get(ticket.lane)
             if lane is None:
                 raise MachineFailed(f"hidden states came into a lane that is gone: {ticket}")
+            if not lane.has_come(ticket.number):
+                raise MachineFailed(f"hidden states came after later ones: {ticket}")
             lane.num_open += 1
         return LandedRows(self, lane, ticket, self._row_bytes)
 

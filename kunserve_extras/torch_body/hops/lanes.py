@@ -139,6 +139,8 @@ class Lane:
         """Tickets that are neither read nor given up."""
         self.left_s: float | None = None
         """Since when it has no sender."""
+        self._latest = 0
+        """Of the tickets that have come."""
         self._handle = driver.create(num_bytes)
         self.credits_fd = os.memfd_create("kunserve-credits", os.MFD_CLOEXEC)
         try:
@@ -156,6 +158,20 @@ class Lane:
         except OSError:
             self.close()
             raise
+
+    def has_come(self, number: int) -> bool:
+        """A ticket has. The links keep the order, so those between it and the one before are lost:
+        their slots are given back. False where it is itself one of those.
+
+        Rows of a lost ticket may still be on their way. They and their word come before what is
+        written there next, because one stream writes all that a sender sends.
+        """
+        if number <= self._latest:
+            return False
+        for lost in range(self._latest + 1, number):
+            self.slots.give_back(lost)
+        self._latest = number
+        return True
 
     def export(self) -> int:
         """A descriptor of the memory, the caller's to close."""

@@ -1,7 +1,7 @@
 """The operations that differ between devices, and a step's batch as they read it."""
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,19 @@ combination of aligned and other addresses."""
 def aligned(num_elements: int) -> int:
     """Elements from the start of a part of a batch to the start of the next one."""
     return -(-num_elements // _ALIGNMENT_ELEMENTS) * _ALIGNMENT_ELEMENTS
+
+
+class Lengths(NamedTuple):
+    """What decides which kernels a step's attention launches. Asked in every layer, so it is found
+    out once; of a recorded step it is what may come.
+    """
+
+    has_single: bool
+    """Sequences of one token."""
+    has_several: bool
+    """Sequences of several."""
+    longest: int
+    """Tokens of the longest context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +61,7 @@ class DeviceBatch:
     """[S]."""
     sample_rows: torch.Tensor
     """[n]."""
+    lengths: Lengths
     is_mixed: bool = False
     """Recorded for sequences of any number of tokens, also none. Rows behind them are padding."""
 
@@ -89,7 +103,9 @@ class DeviceBatch:
             name: whole[places[name] : places[name] + array.size].view(array.shape)
             for name, array in arrays.items()
         }
-        return cls(host=batch, **parts)
+        longest = int(batch.context_lens.max(initial=0))
+        found = Lengths(bool((lengths == 1).any()), bool((lengths > 1).any()), longest)
+        return cls(host=batch, lengths=found, **parts)
 
 
 def most_parts(spec: ModelSpec) -> int:

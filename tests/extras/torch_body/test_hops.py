@@ -123,6 +123,18 @@ def test_what_nobody_reads_is_given_up(pair: Pair) -> None:
     assert torch.equal(pair.receive(pair.send(rows_of(7.0))), rows_of(7.0))
 
 
+def test_a_later_ticket_gives_back_the_slots_of_lost_ones(pair: Pair) -> None:
+    """And one that comes after all is refused: others' rows may lie in its slot."""
+    for turn in range(2 * NUM_SLOTS):
+        lost = [pair.first.give(rows_of(-1.0), pair.address) for _ in range(turn % NUM_SLOTS)]
+        assert None not in lost, "as bytes: no slot is free"
+        sent = rows_of(float(turn))
+        assert torch.equal(pair.receive(pair.send(sent)), sent)
+    assert lost[0] is not None
+    with pytest.raises(MachineFailed, match="after later ones"):
+        pair.second.take(bytes(lost[0]))
+
+
 def test_many_rows_go_as_bytes(pair: Pair) -> None:
     assert pair.first.give(rows_of(1.0, MOST_ROWS + 1), pair.address) is None
     assert pair.second.take(bytes(2 * ROW_BYTES)) is None

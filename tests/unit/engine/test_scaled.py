@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Quant
 from safetensors.torch import load_file, save_file
 
 from kunserve.core.config import ModelConfig
@@ -17,6 +18,7 @@ from kunserve.model.config import read_spec
 from kunserve.model.packed import KEPT_ON_CPUS, KEPT_ON_DEVICES, Kept, WeightFormat
 from kunserve.model.quantization import kept_layer_bytes, kept_quantization
 from kunserve.model.source import resolve_model
+from tests.tiny_gguf import write_gguf
 from tests.tiny_models import save_tiny, tiny_model
 from tests.unit.engine.quantised_models import PUBLISHED, quantise_saved, save_quantised
 
@@ -71,6 +73,22 @@ def test_what_stays_follows_from_who_computes(how: str, kept: Kept, tmp_path: Pa
     asked = ModelConfig(quantization=reader_of(tmp_path).quantization)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"they are {KIND[how].name}, and .*: Q8_0, Q4_0, "):
         shape_of(source, asked, kept)
+
+
+@pytest.mark.parametrize("how", ["fp8_channel", "q8_0"])
+def test_experts_that_a_device_expands_count_as_they_lie_then(how: str, tmp_path: Path) -> None:
+    """Else the start would let in a sparse model that no instance can hold."""
+    kept, model = KEPT_ON_DEVICES, ModelConfig(quantization="auto", dtype="float32")
+    if how == "q8_0":
+        path = write_gguf(tmp_path / "m.gguf", tiny_model("mixtral", 2), "llama", Quant.Q8_0)
+    else:
+        path = tmp_path
+        quantise_saved(save_tiny(path, "qwen3_moe", 2), how)
+    source = resolve_model(str(path), "auto")
+    spec, plain = shape_of(source, model, kept), read_spec(source, "float32")
+    guess = kept_layer_bytes(source, plain, kept)
+    assert spec.packed is not None and guess == pytest.approx(spec.layer_bytes, rel=0.06)
+    assert kept_layer_bytes(source, plain, kept._replace(experts=True)) < 0.7 * guess
 
 
 @pytest.mark.parametrize(

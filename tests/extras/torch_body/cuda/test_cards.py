@@ -17,6 +17,8 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.core.plan import CardShare
 from kunserve.engine.body import EngineBody
+from kunserve.model.packed import FP8_FORMATS, NOTHING_KEPT
+from kunserve.server.start.launch import _keeps
 from kunserve_extras.torch_body.cuda.backend import CudaBackend
 from kunserve_extras.torch_body.cuda.cards import STAND_IN, auto_device, find_cards, find_share
 from kunserve_extras.torch_body.cuda.driver import Driver
@@ -97,6 +99,16 @@ def test_a_gpu_without_the_type(fake: FakeCuda) -> None:
     fake.describe(capability=61)
     with pytest.raises(ConfigError, match=r"float32 needs .* 7\.0; fake 0 has 6\.1$"):
         find_share(on_cards(), model_spec(dtype="float32"))
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90])
+def test_the_front_and_the_body_keep_alike(fake: FakeCuda, capability: int) -> None:
+    """Ranks expand all."""
+    fake.describe(capability=capability)
+    kept = _keeps(on_cards(2))
+    assert kept == CudaBackend(torch.device("cpu"), build()).kept
+    assert kept.formats.issuperset(FP8_FORMATS) == (capability >= 89)
+    assert _keeps(on_cards(num_ranks=2)) == NOTHING_KEPT
 
 
 def test_a_model_for_several_gpus(fake: FakeCuda) -> None:
