@@ -143,8 +143,8 @@ def faults(
     is_packed = kernel is packed_kernel
     is_product = kernel in PRODUCTS
     is_wide = is_product or constants.get("WIDTH", 0) >= LEAST_WIDTH
-    # Groups of 32 columns are too short for more than 8 bytes.
-    is_wide = is_wide or (is_packed and constants["STEP"] >= 64)
+    # With 16 tokens, 32 bytes of a row at a time are too short for more than 8 bytes a thread.
+    is_wide = is_wide or (is_packed and constants["STEP"] * constants["BITS"] // 8 >= 64)
     is_half = dtype != "float32"
     checks = {
         f"{spilled_bytes} bytes spilled": spilled_bytes > 0,
