@@ -143,7 +143,7 @@ def faults(
     is_packed = kernel is packed_kernel
     is_product = kernel in PRODUCTS
     is_wide = is_product or constants.get("WIDTH", 0) >= LEAST_WIDTH
-    # With 16 tokens, 32 bytes of a row at a time are too short for more than 8 bytes a thread.
+    # Of rows of 32 bytes Triton loads 8 at a time for 16 tokens. Whether more is to be had is open.
     is_wide = is_wide or (is_packed and constants["STEP"] * constants["BITS"] // 8 >= 64)
     is_half = dtype != "float32"
     checks = {
