@@ -1,7 +1,9 @@
 """Both ends of an instance's hops: what it writes into peers' lanes, and what comes into its own.
 
 A ticket goes by the links, as a message that may come before the rows. Whatever cannot be done
-(no lane yet, no free slot, too many rows, a refusal) goes as bytes, as between machines.
+(no lane yet, no free slot, too many rows, a refusal) goes as bytes, as between machines. Behind
+them is a note of the tickets sent before, because the links may have lost some: their slots are
+given back then, so the next microbatch has room again. Who is refused a lane asks again.
 
 A stream that waits for a word has no deadline, and a sender may die between its ticket and its
 rows. So a thread looks after what is awaited: where a word does not come it is written here, from
@@ -10,7 +12,6 @@ the process: a wrong token would be worse, and the rows of a sender that has tol
 microseconds away, so it is rare.
 """
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -28,14 +29,13 @@ from kunserve.core.faults import MachineFailed
 from kunserve.engine.cpu.hidden_rows import HiddenRows
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.hops.lanes import (
-    MOST_NUMBER,
-    OFFER_BYTES,
     TICKET_BYTES,
     Lane,
-    Offer,
-    Slots,
     Ticket,
+    parted,
+    with_note,
 )
+from kunserve_extras.torch_body.hops.ways import Way
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ PATIENCE_S = 5.0
 PATIENCE_WITH_THE_DEAD_S = 0.25
 LINGER_S = 10.0
 """A lane outlives its sender so long: what it sent before may still be read."""
+RETRY_S = 30.0
+"""So long after a refusal, or a way's end, nobody is asked for a lane again."""
 LOOK_GAP_S = 0.1
 MOST_LANES = 4
 _IPC = "ipc://"
@@ -88,64 +90,6 @@ class LandedRows(HiddenRows):
             self._hops.give_up(self._lane, self._ticket.number)
 
 
-class _Way:
-    """To one peer: its lane, mapped here."""
-
-    def __init__(self, driver: Driver, desk: str) -> None:
-        """Raises OSError where nobody hands out lanes."""
-        self._driver = driver
-        self.slots: Slots | None = None
-        """None while it is not there, and once it is refused."""
-        self.number = 1
-        self._written = driver.event()
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.setblocking(False)
-        try:
-            self.socket.connect(desk)
-        except OSError:
-            self.close()
-            raise
-
-    def accept(self, device: torch.device) -> None:
-        """Map what has come. Raises OSError for anything else, and at the peer's end."""
-        data, fds, _, _ = socket.recv_fds(self.socket, OFFER_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
-        try:
-            if self.slots is not None or len(fds) != 2:
-                raise OSError("the peer has gone, or gives no lane")
-            offer = Offer.of_bytes(data)
-            handle = self._driver.import_(fds[0])
-            try:
-                self.slots = Slots(self._driver, device, handle, offer, fds[1])
-            finally:
-                self._driver.release(handle)  # what is mapped lives on without it
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-    def write(self, hidden: torch.Tensor, stream: int) -> Ticket | None:
-        """Have the stream write rows and their word; None where there is no room."""
-        slots, number = self.slots, self.number
-        if slots is None or number > MOST_NUMBER or not slots.is_free(number):
-            return None
-        if hidden.nbytes > slots.offer.slot_bytes:
-            return None
-        slots.rows(number, hidden.nbytes).copy_(hidden.view(torch.uint8).flatten())
-        self._driver.write_value(slots.word(number), number, stream)
-        self._driver.record(self._written, stream)
-        self.number = number + 1
-        return Ticket(slots.offer.lane, number, len(hidden))
-
-    def close(self) -> None:
-        """Once all that was written is there."""
-        self.socket.close()
-        if self.slots is not None:
-            self._driver.wait(self._written)
-            with contextlib.suppress(OSError):  # then it stays mapped
-                self.slots.close()
-            self.slots = None
-        self._driver.event_destroy(self._written)
-
-
 class Hops:
     """Of one instance. The loop's thread calls; another one of its own serves peers."""
 
@@ -159,13 +103,14 @@ class Hops:
         self._driver, self._device = driver, device
         self._slot_bytes, self._row_bytes = slot_bytes, row_bytes
         self._lock = threading.RLock()  # rows may be given up in the middle of anything
-        self._ways: dict[str, _Way | None] = {}
-        """By address; None where there will never be one."""
+        self._ways: dict[str, Way] = {}
+        """By address."""
+        self._not_before_s: dict[str, float] = {}
+        """When each address may be asked again."""
         self._lanes: dict[int, Lane] = {}
         self._takers: dict[socket.socket, Lane] = {}
-        self._left: list[_Way] = []
+        self._left: list[Way] = []
         """To be closed."""
-        self._num_lanes = 0
         self._awaited: list[Read] = []
         self._unmarked: list[Read] = []
         """Of the step that is being asked for."""
@@ -186,7 +131,10 @@ class Hops:
     # The loop's thread
 
     def give(self, hidden: torch.Tensor, to: str) -> memoryview | None:
-        """Write hidden states [T, hidden] into the peer's lane; None where they go as bytes."""
+        """Write hidden states [T, hidden] into the peer's lane, and give their ticket.
+
+        Where there is no room it is their bytes with a note; None where they go as bytes alone.
+        """
         with self._lock:
             way = self._ways.get(to)
             if way is None:
@@ -195,22 +143,29 @@ class Hops:
             try:
                 ticket = way.write(hidden, self._stream)
             except OSError as error:
-                logger.warning("hidden states go as bytes to %s from now on: %s", to, error)
-                self._leave(to, way)
+                logger.warning("hidden states go as bytes to %s for a while: %s", to, error)
+                self._leave(to)
                 return None
+            note = way.note()
+        if ticket is None:
+            return None if note is None else with_note(hidden, note)
         self._catch_up()
-        return None if ticket is None else ticket.to_bytes()
+        return ticket.to_bytes()
 
-    def take(self, data: bytes | bytearray | memoryview) -> LandedRows | None:
-        """What a ticket tells of; None for rows as bytes.
+    def take(self, data: bytes | bytearray | memoryview) -> HiddenRows | None:
+        """What a ticket tells of, or the rows before a note; None for rows alone.
 
         Raises MachineFailed for a ticket whose rows may be others' by now.
         """
-        ticket = Ticket.of_bytes(data)
+        rows, ticket = parted(data, self._row_bytes)
         if ticket is None:
             return None
         with self._lock:
             lane = self._lanes.get(ticket.lane)
+            if ticket.is_note:
+                if lane is not None:
+                    lane.pass_over(ticket.number)
+                return HiddenRows.of_bytes(rows, self._row_bytes)
             if lane is None:
                 raise MachineFailed(f"hidden states came into a lane that is gone: {ticket}")
             if not lane.has_come(ticket.number):
@@ -262,14 +217,14 @@ class Hops:
             self._driver.synchronize(self._own_stream)
 
     def _ask(self, to: str) -> None:
-        desk = desk_of(to)
-        if to in self._ways or desk is None:
+        desk, now_s = desk_of(to), time.monotonic()
+        if desk is None or now_s < self._not_before_s.get(to, 0.0):
             return
-        self._ways[to] = None
+        self._not_before_s[to] = now_s + RETRY_S
         try:
-            self._ways[to] = _Way(self._driver, desk)
+            self._ways[to] = Way(self._driver, desk)
         except OSError as error:
-            logger.info("hidden states go as bytes to %s: %s", to, error)
+            logger.info("hidden states go as bytes to %s for a while: %s", to, error)
         self._wake.send(b"w")
 
     # The other thread
@@ -278,7 +233,7 @@ class Hops:
         self._driver.enter()
         while not self._is_closing:
             with self._lock:
-                ways = {way.socket: to for to, way in self._ways.items() if way is not None}
+                ways = {way.socket: to for to, way in self._ways.items()}
                 sockets = [self._listener, self._woken, *self._takers, *ways]
                 is_calm = not (self._lanes or self._left)
             poll, by_fd = select.poll(), {one.fileno(): one for one in sockets}
@@ -307,7 +262,9 @@ class Hops:
             taker, _ = self._listener.accept()
             if len(self._lanes) >= MOST_LANES:
                 raise OSError("there are enough lanes")
-            number = self._num_lanes + 1
+            # No other process's ticket may be taken for one of this lane: not even of one that had
+            # this address before.
+            number = int.from_bytes(os.urandom(4))
             lane = Lane(self._driver, self._device, number, self._slot_bytes, self._thread_stream)
             fds.append(lane.export())
             offer = lane.slots.offer.to_bytes()
@@ -319,26 +276,24 @@ class Hops:
             if taker is not None:
                 taker.close()
         else:
-            self._num_lanes = number
             self._lanes[number] = self._takers[taker] = lane
         finally:
             for fd in fds:
                 os.close(fd)
 
     def _turn_way(self, to: str) -> None:
-        way = self._ways[to]
-        if way is None:
+        if to not in self._ways:
             return  # left meanwhile
         try:
-            way.accept(self._device)
+            self._ways[to].accept(self._device)
             logger.info("hidden states go into the memory of %s", to)
         except OSError as error:
-            logger.info("hidden states go as bytes to %s: %s", to, error)
-            self._leave(to, way)
+            logger.info("hidden states go as bytes to %s for a while: %s", to, error)
+            self._leave(to)
 
-    def _leave(self, to: str, way: _Way) -> None:
-        self._ways[to] = None
-        self._left.append(way)
+    def _leave(self, to: str) -> None:
+        self._left.append(self._ways.pop(to))
+        self._not_before_s[to] = time.monotonic() + RETRY_S
 
     def _look(self, now_s: float) -> None:
         for read in self._awaited:
@@ -375,7 +330,7 @@ class Hops:
         self._thread.join()
         for one in (*self._takers, self._listener, self._wake, self._woken):
             one.close()
-        for way in (*filter(None, self._ways.values()), *self._left):
+        for way in (*self._ways.values(), *self._left):
             way.close()
         for lane in self._lanes.values():
             lane.close()

@@ -21,7 +21,7 @@ NUM_SLOTS = 4
 MOST_SLOT_BYTES = 8 << 20
 """Of 14B in bfloat16 819 rows; prompts of more take so long that their way does not show."""
 MOST_NUMBER = (1 << 31) - 1
-"""Words have 32 bits, and streams compare them with a sign: after weeks all goes as bytes."""
+"""Words have 32 bits, and streams compare them with a sign: after weeks a lane is asked anew."""
 _WORDS_BYTES = 256 * NUM_SLOTS
 _TICKET = struct.Struct("<8sIII4x")
 _TICKET_MARK = b"kunshop1"
@@ -53,9 +53,17 @@ class Ticket(NamedTuple):
     """What goes by the links instead of hidden states: where these are."""
 
     lane: int
+    """A number drawn by chance, so that it is no former lane's."""
     number: int
     """Of the sender's microbatches in this lane, from 1 on; it says which slot."""
     num_rows: int
+    """None in a note, which is behind rows that go as bytes: every ticket with a smaller number was
+    sent before."""
+
+    @property
+    def is_note(self) -> bool:
+        """Whether it tells of no rows."""
+        return self.num_rows == 0
 
     def to_bytes(self) -> memoryview:
         """For the wire."""
@@ -68,6 +76,27 @@ class Ticket(NamedTuple):
             return None
         mark, *numbers = _TICKET.unpack(data)
         return cls(*numbers) if mark == _TICKET_MARK else None
+
+
+def with_note(hidden: torch.Tensor, note: Ticket) -> memoryview:
+    """Bytes of hidden states for the wire, and the note behind them."""
+    whole = torch.empty(hidden.nbytes + TICKET_BYTES, dtype=torch.uint8)
+    whole[:-TICKET_BYTES].copy_(hidden.view(torch.uint8).flatten())
+    data = memoryview(whole.numpy())
+    data[-TICKET_BYTES:] = note.to_bytes()
+    return data
+
+
+def parted(
+    data: bytes | bytearray | memoryview, row_bytes: int
+) -> tuple[memoryview, Ticket | None]:
+    """Rows, none perhaps, and what is behind them, if anything. A row is wider than a ticket."""
+    view = memoryview(data)
+    if view.nbytes % row_bytes != TICKET_BYTES:
+        return view, None
+    rows, end = view[:-TICKET_BYTES], Ticket.of_bytes(view[-TICKET_BYTES:])
+    assert end is not None and end.is_note == bool(rows.nbytes), (view.nbytes, end)
+    return rows, end
 
 
 def lane_bytes(slot_bytes: int, granularity_bytes: int) -> int:
@@ -160,18 +189,23 @@ class Lane:
             raise
 
     def has_come(self, number: int) -> bool:
-        """A ticket has. The links keep the order, so those between it and the one before are lost:
-        their slots are given back. False where it is itself one of those.
+        """A ticket has; False where it was taken for lost before."""
+        if number <= self._latest:
+            return False
+        self.pass_over(number)
+        self._latest = number
+        return True
+
+    def pass_over(self, number: int) -> None:
+        """Tickets before that one have come, or are lost, because the links keep the order: then
+        their slots are given back.
 
         Rows of a lost ticket may still be on their way. They and their word come before what is
         written there next, because one stream writes all that a sender sends.
         """
-        if number <= self._latest:
-            return False
         for lost in range(self._latest + 1, number):
             self.slots.give_back(lost)
-        self._latest = number
-        return True
+        self._latest = max(self._latest, number - 1)
 
     def export(self) -> int:
         """A descriptor of the memory, the caller's to close."""

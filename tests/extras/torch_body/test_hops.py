@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from kunserve.core.faults import MachineFailed
+from kunserve.engine.cpu.hidden_rows import HiddenRows
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.hops import hops as hops_module
-from kunserve_extras.torch_body.hops.hops import Hops, LandedRows, _Way
-from kunserve_extras.torch_body.hops.lanes import NUM_SLOTS
+from kunserve_extras.torch_body.hops import ways as ways_module
+from kunserve_extras.torch_body.hops.hops import Hops, LandedRows
+from kunserve_extras.torch_body.hops.lanes import MOST_NUMBER, NUM_SLOTS
+from kunserve_extras.torch_body.hops.ways import Way
 from tests.conftest import wait_until as eventually
 from tests.fakecuda.library import FakeCuda, build
 from tests.unit.transport.addresses import fresh_address
@@ -46,19 +49,26 @@ class Pair:
         eventually(lambda: self.way.slots is not None)
 
     @property
-    def way(self) -> _Way:
-        way = self.first._ways[self.address]
-        assert way is not None
-        return way
+    def way(self) -> Way:
+        return self.first._ways[self.address]
 
     def send(self, hidden: torch.Tensor) -> LandedRows:
         data = self.first.give(hidden, self.address)
         assert data is not None
         landed = self.second.take(bytes(data))
-        assert landed is not None and landed.num_rows == len(hidden)
+        assert isinstance(landed, LandedRows) and landed.num_rows == len(hidden)
         return landed
 
-    def receive(self, landed: LandedRows) -> torch.Tensor:
+    def send_bytes(self, hidden: torch.Tensor) -> HiddenRows:
+        """With the note behind them."""
+        data = self.first.give(hidden, self.address)
+        assert data is not None and data.nbytes > hidden.nbytes
+        rows = self.second.take(bytes(data))
+        assert rows is not None and not isinstance(rows, LandedRows)
+        assert torch.equal(rows.tensor(torch.float32), hidden)
+        return rows
+
+    def receive(self, landed: HiddenRows) -> torch.Tensor:
         rows = landed.tensor(torch.float32)
         self.second.ended(self.second.mark())
         return rows
@@ -77,9 +87,9 @@ def pair(fake: FakeCuda) -> Iterator[Pair]:
 
 def write_late(monkeypatch: pytest.MonkeyPatch, pair: Pair, delay_s: float) -> None:
     """As a device does that is busy: the ticket is on its way before the rows are."""
-    original = _Way.write
+    original = Way.write
 
-    def write(way: _Way, hidden: torch.Tensor, stream: int) -> Any:
+    def write(way: Way, hidden: torch.Tensor, stream: int) -> Any:
         number = way.number
         ticket = original(way, torch.zeros_like(hidden), stream)
         way._driver.write_value(way.slots.word(number), number - 1, stream)  # type: ignore[union-attr]
@@ -96,7 +106,7 @@ def write_late(monkeypatch: pytest.MonkeyPatch, pair: Pair, delay_s: float) -> N
             threading.Timer(delay_s, work).start()
         return ticket
 
-    monkeypatch.setattr(_Way, "write", write)
+    monkeypatch.setattr(Way, "write", write)
 
 
 def test_rows_come_in_any_number_of_turns(pair: Pair) -> None:
@@ -107,9 +117,9 @@ def test_rows_come_in_any_number_of_turns(pair: Pair) -> None:
 
 def test_a_slot_is_written_again_only_when_it_was_read(pair: Pair) -> None:
     landed = [pair.send(rows_of(float(number))) for number in range(NUM_SLOTS)]
-    assert pair.first.give(rows_of(9.0), pair.address) is None, "as bytes: no slot is free"
+    pair.send_bytes(rows_of(9.0))  # no slot is free
     first = landed[0].tensor(torch.float32)
-    assert pair.first.give(rows_of(9.0), pair.address) is None, "its step has not ended"
+    pair.send_bytes(rows_of(9.0))  # its step has not ended
     pair.second.ended(pair.second.mark())
     landed.append(pair.send(rows_of(4.0)))
     got = [first, *(pair.receive(one) for one in landed[1:])]
@@ -127,7 +137,7 @@ def test_a_later_ticket_gives_back_the_slots_of_lost_ones(pair: Pair) -> None:
     """And one that comes after all is refused: others' rows may lie in its slot."""
     for turn in range(2 * NUM_SLOTS):
         lost = [pair.first.give(rows_of(-1.0), pair.address) for _ in range(turn % NUM_SLOTS)]
-        assert None not in lost, "as bytes: no slot is free"
+        assert all(data is not None and data.nbytes < ROW_BYTES for data in lost), "no slot is free"
         sent = rows_of(float(turn))
         assert torch.equal(pair.receive(pair.send(sent)), sent)
     assert lost[0] is not None
@@ -136,8 +146,51 @@ def test_a_later_ticket_gives_back_the_slots_of_lost_ones(pair: Pair) -> None:
 
 
 def test_many_rows_go_as_bytes(pair: Pair) -> None:
-    assert pair.first.give(rows_of(1.0, MOST_ROWS + 1), pair.address) is None
+    pair.send_bytes(rows_of(1.0, MOST_ROWS + 1))
     assert pair.second.take(bytes(2 * ROW_BYTES)) is None
+
+
+def test_rows_as_bytes_give_back_the_slots_of_lost_tickets(pair: Pair) -> None:
+    """All of them were lost, so no ticket can come that would."""
+    for turn in range(3):
+        for _ in range(NUM_SLOTS):
+            assert pair.first.give(rows_of(-1.0), pair.address) is not None
+        pair.send_bytes(rows_of(float(turn)))
+        assert torch.equal(pair.receive(pair.send(rows_of(9.0))), rows_of(9.0))
+
+
+def test_rows_as_bytes_give_back_no_slot_that_is_still_to_be_read(pair: Pair) -> None:
+    landed = [pair.send(rows_of(float(number))) for number in range(NUM_SLOTS)]
+    pair.send_bytes(rows_of(8.0))
+    pair.send_bytes(rows_of(9.0))
+    assert [float(pair.receive(one)[0, 0]) for one in landed] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_who_gets_no_lane_asks_again(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, address = opened(), fresh_address()
+    assert first.give(rows_of(1.0), address) is None, "nobody is there"
+    second = opened(address)
+    assert first.give(rows_of(1.0), address) is None
+    assert not first._ways, "not yet again"
+    monkeypatch.setattr(hops_module, "RETRY_S", 0.0)
+    first._not_before_s.clear()
+    eventually(lambda: first.give(rows_of(1.0), address) is not None)
+    first.close()
+    second.close()
+
+
+def test_a_lane_without_more_numbers_is_left_once_all_is_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ways_module, "MOST_NUMBER", 2)
+    monkeypatch.setattr(hops_module, "RETRY_S", 0.0)
+    assert MOST_NUMBER > 2
+    old, landed = pair.way, [pair.send(rows_of(float(number))) for number in range(2)]
+    pair.send_bytes(rows_of(9.0))
+    assert [float(pair.receive(one)[0, 0]) for one in landed] == [0.0, 1.0]
+    assert pair.first.give(rows_of(9.0), pair.address) is None
+    eventually(lambda: pair.first.give(rows_of(2.0), pair.address) is not None)
+    assert pair.way is not old and pair.way.number == 2
 
 
 def test_rows_are_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +236,7 @@ def test_a_lane_outlives_its_sender_for_a_while(
 def test_a_dead_receivers_memory_is_let_go_of(pair: Pair) -> None:
     (taker,) = pair.second._takers
     taker.shutdown(2)
-    eventually(lambda: pair.first._ways[pair.address] is None and not pair.first._left)
+    eventually(lambda: pair.address not in pair.first._ways and not pair.first._left)
     assert pair.first.give(rows_of(1.0), pair.address) is None
 
 

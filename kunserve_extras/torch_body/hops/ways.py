@@ -1,0 +1,86 @@
+"""A way: the sender's side of a lane, from the question for one to its end."""
+
+import contextlib
+import os
+import socket
+
+import torch
+
+from kunserve_extras.torch_body.cuda.driver import Driver
+from kunserve_extras.torch_body.hops.lanes import (
+    MOST_NUMBER,
+    NUM_SLOTS,
+    OFFER_BYTES,
+    Offer,
+    Slots,
+    Ticket,
+)
+
+
+class Way:
+    """To one peer: its lane, mapped here."""
+
+    def __init__(self, driver: Driver, desk: str) -> None:
+        """Raises OSError where nobody hands out lanes."""
+        self._driver = driver
+        self.slots: Slots | None = None
+        """None while it is not there, and once it is refused."""
+        self.number = 1
+        self._written = driver.event()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.setblocking(False)
+        try:
+            self.socket.connect(desk)
+        except OSError:
+            self.close()
+            raise
+
+    def accept(self, device: torch.device) -> None:
+        """Map what has come. Raises OSError for anything else, and at the peer's end."""
+        data, fds, _, _ = socket.recv_fds(self.socket, OFFER_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if self.slots is not None or len(fds) != 2:
+                raise OSError("the peer has gone, or gives no lane")
+            offer = Offer.of_bytes(data)
+            handle = self._driver.import_(fds[0])
+            try:
+                self.slots = Slots(self._driver, device, handle, offer, fds[1])
+            finally:
+                self._driver.release(handle)  # what is mapped lives on without it
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def write(self, hidden: torch.Tensor, stream: int) -> Ticket | None:
+        """Have the stream write rows and their word; None where there is no room.
+
+        Raises OSError once all numbers are used up, and what was sent has been read.
+        """
+        slots, number = self.slots, self.number
+        if slots is None or not slots.is_free(number):
+            return None
+        if number > MOST_NUMBER:
+            if all(slots.is_free(number + more) for more in range(NUM_SLOTS)):
+                raise OSError("a lane has no more numbers")
+            return None
+        if hidden.nbytes > slots.offer.slot_bytes:
+            return None
+        slots.rows(number, hidden.nbytes).copy_(hidden.view(torch.uint8).flatten())
+        self._driver.write_value(slots.word(number), number, stream)
+        self._driver.record(self._written, stream)
+        self.number = number + 1
+        return Ticket(slots.offer.lane, number, len(hidden))
+
+    def note(self) -> Ticket | None:
+        """For rows that go as bytes: which tickets were sent before them. None without a lane."""
+        return None if self.slots is None else Ticket(self.slots.offer.lane, self.number, 0)
+
+    def close(self) -> None:
+        """Once all that was written is there."""
+        self.socket.close()
+        if self.slots is not None:
+            self._driver.wait(self._written)
+            with contextlib.suppress(OSError):  # then it stays mapped
+                self.slots.close()
+            self.slots = None
+        self._driver.event_destroy(self._written)
