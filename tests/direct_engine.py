@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from kunserve.control.instance.body import Memory, StepWork
+from kunserve.control.instance.body import Memory, StepOutcome, StepWork
 from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams, TokenLogprobs
@@ -91,6 +92,13 @@ class DirectEngine:
         self.last = sequences
         return [s.tokens[s.num_prompt :][:num_tokens] for s in sequences]
 
+    def _run_stage(self, index: int, work: StepWork, hidden: Any) -> StepOutcome:
+        """``hidden``: of the outcome of the stage before."""
+        body, _ = self.stages[index]
+        if hidden is not None:
+            hidden = body.hidden_from_bytes(bytearray(body.hidden_to_bytes(hidden)))
+        return body.execute(work, hidden)
+
     def _step(self, active: list[Sequence_], chunk_size: int) -> None:
         chunks, started, token_ids, scored, guesses = [], [], [], [], []
         for s in active:
@@ -120,7 +128,7 @@ class DirectEngine:
         self.step_id += 1
         hidden = None
         outcome = None
-        for index, (body, layers) in enumerate(self.stages):
+        for index, (_, layers) in enumerate(self.stages):
             work = StepWork(
                 plan=plan,
                 layers=layers,
@@ -130,9 +138,7 @@ class DirectEngine:
                 tables=self._tables(index, chunks),
                 rows=np.arange(len(chunks), dtype=np.int32),
             )
-            if hidden is not None:
-                hidden = body.hidden_from_bytes(bytearray(body.hidden_to_bytes(hidden)))
-            outcome = body.execute(work, hidden)
+            outcome = self._run_stage(index, work, hidden)
             hidden = outcome.hidden
         assert outcome is not None
         scores = {one.request_id: one for one in outcome.scores if one is not None}

@@ -1,9 +1,12 @@
-"""Of S: hidden states into the memory of another process's stage and back, and what that takes."""
+"""Of S: hidden states into the memory of another process's stage and back, and what that takes;
+and what it adds to a step that still runs when the other stage hears of its rows.
+"""
 
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +20,9 @@ ROWS, WIDTH = 64, 5120
 """Of 14B in two bytes; on the stand-in narrower ones."""
 _FAKE_WIDTH = 64
 _ROUNDS = 100
+_STEP_PRODUCTS, _STEP_SIZE = 8, 4096
+"""Of matrices, as a step of some milliseconds."""
+_FAKE_SIZE = 16
 _PATIENCE_S = 20.0
 _CHILD = """
 import sys
@@ -55,18 +61,51 @@ def measure_hop(machine: Machine, report: Report) -> None:
         command, pipe = [sys.executable, "-c", _CHILD, *words], subprocess.PIPE
         with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as child:
             try:
-                times_s = _times(hops, child, there, width, device)
+                assert child.stdout is not None
+                assert child.stdout.readline() == "ready\n", "the other process has no hops"
+                times_s = _times(hops, child, there, width, lambda: None, device)
+                step = _step_of(device, _STEP_SIZE if machine.is_real else _FAKE_SIZE)
+                behind_s = median(_times(hops, child, there, width, step, device))
+                step_s = median(_alone(step, device))
             finally:
                 child.kill()
                 hops.close()
-    report.add("hop there and back", median(times_s) * 1e3, "ms", rows=ROWS, width=width)
+    sizes_of = {"rows": ROWS, "width": width}
+    report.add("hop there and back", median(times_s) * 1e3, "ms", **sizes_of)
+    added_s = behind_s - step_s
+    report.add("added to a step", added_s * 1e3, "ms", **sizes_of, step_ms=step_s * 1e3)
+
+
+def _step_of(device: torch.device, size: int) -> Callable[[], None]:
+    matrix = torch.zeros(size, size, dtype=torch.bfloat16, device=device)
+
+    def step() -> None:
+        for _ in range(_STEP_PRODUCTS):
+            matrix @ matrix
+
+    return step
+
+
+def _alone(step: Callable[[], None], device: torch.device) -> list[float]:
+    times_s: list[float] = []
+    for _ in range(_ROUNDS):
+        began_s = time.perf_counter()
+        step()
+        torch.zeros(1, device=device).item()
+        times_s.append(time.perf_counter() - began_s)
+    return times_s
 
 
 def _times(
-    hops: Hops, child: subprocess.Popen[str], there: str, width: int, device: torch.device
+    hops: Hops,
+    child: subprocess.Popen[str],
+    there: str,
+    width: int,
+    step: Callable[[], None],
+    device: torch.device,
 ) -> list[float]:
+    """The other stage hears of rows at once, although they come behind the step."""
     assert child.stdin is not None and child.stdout is not None
-    assert child.stdout.readline() == "ready\n", "the other process has no hops"
     times_s: list[float] = []
     until_s = time.monotonic() + _PATIENCE_S
     number = 0
@@ -75,7 +114,8 @@ def _times(
         number += 1
         sent = torch.full((ROWS, width), float(number % 7), dtype=torch.bfloat16, device=device)
         began_s = time.perf_counter()
-        ticket = hops.give(sent, there)
+        step()
+        ticket = hops.give_ahead(sent, there)
         if ticket is None:
             time.sleep(0.01)
             continue

@@ -23,6 +23,13 @@ class MachineFailed(RuntimeError):
     fault = Fault.MACHINE
 
 
+class StepVoid(MachineFailed):
+    """What a step computes with has not come, as a rule because who was to write it is dead.
+
+    What the step gives is nobody's. The process can go on, in the next group that is formed.
+    """
+
+
 def fault_of(error: BaseException) -> Fault:
     """As it was said where the error was raised."""
     fault = getattr(error, "fault", Fault.REQUEST)

@@ -147,6 +147,13 @@ class Backend(Protocol):
         """For the links: bytes of ``hidden``, or where they were written at the peer ``to``."""
         ...
 
+    def give_ahead(self, hidden: torch.Tensor, to: str) -> memoryview | None:
+        """For the links: where the device will write them at the peer, once it has computed them.
+
+        None where nobody could wait for that.
+        """
+        ...
+
     def take(self, data: bytes | bytearray | memoryview, row_bytes: int) -> HiddenRows:
         """The inverse."""
         ...
@@ -182,6 +189,10 @@ class OwnDecoders:
     def give(self, hidden: Hidden | Part, to: str) -> memoryview:
         """See ``Backend``."""
         return bytes_of(hidden)
+
+    def give_ahead(self, hidden: torch.Tensor, to: str) -> memoryview | None:
+        """See ``Backend``."""
+        return None
 
     def take(self, data: bytes | bytearray | memoryview, row_bytes: int) -> HiddenRows:
         """See ``Backend``."""

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -21,8 +20,9 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledRow, SampledToken
+from kunserve.engine.asked import Asked
 from kunserve.engine.attention import TORCH_DTYPES
-from kunserve.engine.backend import Backend, CpuBackend, Wait
+from kunserve.engine.backend import Backend, CpuBackend
 from kunserve.engine.cpu.decoder import LOGIT_ROWS, FusedDecoder, StepBatch, StepLimits
 from kunserve.engine.cpu.ends import Largest
 from kunserve.engine.cpu.hidden_rows import Hidden, HiddenRows, rows_of, tensor_of
@@ -51,18 +51,6 @@ from kunserve.model.source import ModelSource, resolve_model
 from kunserve.model.spec import ModelSpec
 from kunserve.model.vocabulary import tokenizer_json
 from kunserve.transport.bulk.movable_memory import WriteGate
-
-
-class Asked(NamedTuple):
-    """A step that a device was asked for."""
-
-    work: StepWork
-    batch: StepBatch
-    states: torch.Tensor | None
-    """[T, hidden] behind the stage's layers; None where only tokens are asked for."""
-    take: Callable[[], tuple[SampledToken, ...]]
-    """Gives its tokens."""
-    wait: Wait
 
 
 class EngineBody:
@@ -217,7 +205,7 @@ class EngineBody:
         assert (hidden is None) == work.is_first, work.is_first
         take = self._ask_whole(work, batch, look_up)
         if take is not None:
-            return Asked(work, batch, None, take, self._backend.mark())
+            return Asked(work, batch, None, None, take, self._backend.mark())
         if hidden is None:
             states = self._decoder.embed(batch)
         else:
@@ -229,7 +217,7 @@ class EngineBody:
         self._start(work)
         if work.is_last and not work.gives_rows:
             take = self._sample(work, batch, states)
-        return Asked(work, batch, states, take or tuple, self._backend.mark())
+        return Asked(work, batch, hidden, states, take or tuple, self._backend.mark())
 
     def _ask_whole(
         self, work: StepWork, batch: StepBatch, look_up: Callable[[], None] | None
@@ -248,8 +236,20 @@ class EngineBody:
         logits, found = asked
         return self._sampler.ask(logits, *self._positions(work.plan.sampled_rows), found)
 
+    def await_input(self, asked: Asked, look_up: Callable[[], None] | None = None) -> None:
+        """Return when the stage before has written what the step reads, or never will."""
+        asked.await_input(look_up)
+
+    def pass_on(self, asked: Asked, to: str) -> memoryview | None:
+        """As ``hidden_to_bytes`` of what the step will give, if the peer can wait for that."""
+        states = asked.states_to_come
+        return None if states is None else self._backend.give_ahead(states, to)
+
     def collect(self, asked: Asked, look_up: Callable[[], None] | None = None) -> StepOutcome:
-        """What a step gave that was launched, once it is computed. In the order of launches."""
+        """What a step gave that was launched, once it is computed. In the order of launches.
+
+        Raises StepVoid for one whose input never came.
+        """
         work, batch, states = asked.work, asked.batch, asked.states
         asked.wait(look_up)
         if not work.is_last:

@@ -12,7 +12,7 @@ an assertion when used.
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.snapshots import HeadShape, InstanceSpec
 from kunserve.core.step import SampledToken, SequenceStart
 from kunserve.transport.bulk.movable_memory import WriteGate
+from kunserve_lab.world.at_once import ComputesAtOnce
 from kunserve_lab.world.fake_host import GARBAGE, FakeHost
 from kunserve_lab.world.fake_model import (
     EMBED,
@@ -84,7 +85,7 @@ def fake_spec(
     )
 
 
-class FakeBody(ViewedMemory):
+class FakeBody(ComputesAtOnce, ViewedMemory):
     """Implements ``control.instance.body.Body`` and ``Memory``, and what a mover needs."""
 
     computes_aside = False
@@ -193,14 +194,6 @@ class FakeBody(ViewedMemory):
             return StepOutcome(rows, (), scores)
         self._sampled = tuple(self._sample(work, rows))
         return StepOutcome(None, self._sampled, scores)
-
-    def launch(self, work: StepWork, *given: Any) -> StepOutcome:
-        """Compute at once what ``collect`` gives."""
-        return self.execute(work, *given)
-
-    def collect(self, asked: StepOutcome, look_up: Callable[[], None] | None = None) -> StepOutcome:
-        """What was launched."""
-        return asked
 
     def feeds_back(self, sampling: SamplingParams) -> bool:
         """As a device does, but for what only its host knows."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from kunserve.cluster.instance.beside_clock import BesideClock
@@ -18,8 +19,9 @@ from kunserve.control.instance.body import StepOutcome, StepWork
 from kunserve.control.instance.stage_clock import StageClock
 from kunserve.control.instance.work import Work
 from kunserve.core.config import ClusterConfig
-from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.messages import Alive, Ready
+from kunserve.core.faults import MachineFailed, StepVoid
+from kunserve.core.ids import GroupId, InstanceId, RequestId
+from kunserve.core.messages import Activation, Alive, LinkBroken, Ready
 from kunserve.core.step import StepPlan
 from kunserve.transport.peers.links import PeerLinks
 from kunserve.transport.wire.channel import InstanceChannel
@@ -32,6 +34,8 @@ EXCHANGE_PAUSE_S = 0.03
 would take them, and everybody whose KV moves waits for the copies."""
 PREPARE_SHARE = 0.1
 """Of a step: so long at most is memory mapped between it and the next, or one piece."""
+FORM_PATIENCE_S = 60.0
+"""So long after a void step is another group waited for."""
 SHORT_WAIT_S = 0.002
 """A wait while steps may not begin."""
 
@@ -120,6 +124,10 @@ class InstanceLoop:
         self._next_report_s = 0.0
         self._runs_ahead = False
         """A step has been asked for that nobody has waited for."""
+        self._awaited_s = 0.0
+        """Of the last step: until the stage before had written what it reads."""
+        self._void: tuple[GroupId, float] | None = None
+        """A group with a void step, and since when."""
         self._plan: StepPlan | None = None
         """Of the step that runs, or that has failed."""
         self._exchange_since_s: float | None = None
@@ -215,6 +223,7 @@ class InstanceLoop:
         now_s = time.monotonic()
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + self._config.report_period_s
+            self._look_for_next_group(now_s)
             self._agent.report(now_s)
             self._peers.tell_counts()
             if self._kv_events is not None and self._agent.state.journal is not None:
@@ -224,6 +233,29 @@ class InstanceLoop:
                 self._channel.send(stage_time)
             if self._trace is not None:
                 self._trace.flush()
+
+    def _give_up(self, reason: str, now_s: float) -> None:
+        """Tell the front that what the stage before has told of did not come. If that is dead, the
+        front knows better.
+        """
+        layout = self._agent.layout
+        if layout is None or (self._void is not None and self._void[0] == layout.group_id):
+            return
+        self._void = layout.group_id, now_s
+        me = self._body.spec.instance_id
+        places = [stage.instance_id for stage in layout.stages]
+        self._channel.send(LinkBroken(me, places[places.index(me) - 1], reason))
+
+    def _look_for_next_group(self, now_s: float) -> None:
+        """The group of a void step stands still: for ever, if nobody has heard of it."""
+        if self._void is None:
+            return
+        group_id, since_s = self._void
+        layout = self._agent.layout
+        if layout is None or layout.group_id != group_id:
+            self._void = None
+        elif now_s - since_s > FORM_PATIENCE_S:
+            raise MachineFailed("a step was void, and no other group was formed")
 
     # Steps
 
@@ -253,14 +285,19 @@ class InstanceLoop:
         self._heart.turn(is_computing=True)
         beside = None if self._beside is None else self._beside.begin_work()
         began_s = self._look()
+        outcome = StepOutcome(None, (), is_told=True)
+        self._awaited_s = 0.0
         if isinstance(work.step, StepWork):
             may_last = self._long_steps.may_last(work.step.plan)
             look_up = self._look_up if may_last or self._agent.is_exchanging else None
-            outcome = self._execute(work.step, work, look_up)
+            try:
+                outcome = self._execute(work.step, work, look_up)
+            except StepVoid as void:
+                self._give_up(str(void), began_s)
         else:
             outcome = work.run(self._body)
         ended_s = time.monotonic()
-        self._clock.computed(ended_s - began_s)
+        self._clock.computed(ended_s - began_s - self._awaited_s)
         if isinstance(work.step, StepWork):
             self._long_steps.learn(work.step.plan, ended_s - began_s)
         self._heart.turn(is_computing=False, step_s=ended_s - began_s)
@@ -314,7 +351,8 @@ class DeviceLoop(InstanceLoop):
     step it is sent while the device computes that, so that the device does not wait for it; else
     before the turn ends. Where the agent can form the step after that one, too, the device is asked
     for it at once, and the next turn waits for it. An exchange takes nothing that the device needs,
-    so steps go on.
+    so steps go on. The next stage hears of a microbatch as soon as the device has all that it
+    computes it from, if that one's device can wait for the rest.
     """
 
     _ahead: tuple[Work, Any] | None = None
@@ -337,6 +375,7 @@ class DeviceLoop(InstanceLoop):
         body, ahead = self._body, self._ahead
         asked = body.launch(step, work.hidden, look_up) if ahead is None else ahead[1]
         self._ahead = None
+        is_told = work.hidden is None and self._pass_on(step, asked)
         self._meanwhile()
         following = None
         maps_next = self._agent.is_preparing and body.maps_when_idle
@@ -346,7 +385,19 @@ class DeviceLoop(InstanceLoop):
             assert isinstance(following.step, StepWork)
             self._ahead = following, body.launch(following.step, None)
         self._runs_ahead = following is not None
-        return body.collect(asked, look_up)
+        if work.hidden is not None:
+            launched_s = time.monotonic()
+            body.await_input(asked, look_up)
+            self._awaited_s = time.monotonic() - launched_s
+            is_told = self._pass_on(step, asked)
+        outcome = body.collect(asked, look_up)
+        return replace(outcome, is_told=True) if is_told else outcome
+
+    def _pass_on(self, step: StepWork, asked: Any) -> bool:
+        membership = self._agent.membership
+        if membership is None or membership.following is None:
+            return False
+        return self._post.pass_on(membership.following, Activation(step.plan), asked)
 
     def _prepare(self) -> None:
         if self._runs_ahead:

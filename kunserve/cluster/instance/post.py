@@ -15,7 +15,9 @@ from kunserve.cluster.instance.prepare_gate import PrepareGate
 from kunserve.cluster.instance.wired_body import WiredBody
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent
+from kunserve.core.ids import InstanceId
 from kunserve.core.messages import (
+    Activation,
     Connect,
     EndMigration,
     Form,
@@ -197,6 +199,19 @@ class Post:
                 preemption.request_id,
                 preemption.lost_tokens,
             )
+
+    def pass_on(self, dst: InstanceId, message: Activation, asked: Any) -> bool:
+        """Send a microbatch to the next stage before its hidden states are computed, if it can wait
+        for these. All that was said before goes first.
+        """
+        self.send()
+        payload = self._body.pass_on(asked, self._peers.where(dst))
+        if payload is None:
+            return False
+        self._peers.send(dst, message, payload)
+        if self._trace is not None:
+            self._trace.sent(dst, message, payload.nbytes, time.monotonic())
+        return True
 
     def send_to_front(self) -> None:
         """In the order in which the agent has said it."""

@@ -51,6 +51,17 @@ class WiredBody(Body, Protocol):
         """The outcome of a launch, in the order of launches. Waits for it, and looks up then."""
         ...
 
+    def await_input(self, asked: Any, look_up: Callable[[], None] | None = None) -> None:
+        """Return when the stage before has written what a launched step reads, or never will."""
+        ...
+
+    def pass_on(self, asked: Any, to: str) -> memoryview | None:
+        """For the wire, if the peer's device can wait for hidden states that are not there yet.
+
+        None: they cross it once ``collect`` has given them.
+        """
+        ...
+
     def feeds_back(self, sampling: SamplingParams) -> bool:
         """Whether a step may now be launched that feeds on such a request's token."""
         ...

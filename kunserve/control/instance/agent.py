@@ -428,7 +428,7 @@ class InstanceAgent:
     ) -> None:
         """Pass a microbatch on: to the next stage, or its tokens to the leader."""
         state, head = self.state, membership.head
-        if head is not None and head.ran(step, outcome):
+        if outcome.is_told or (head is not None and head.ran(step, outcome)):
             return
         if not step.is_last:
             state.send(membership.following, Activation(step.plan), outcome.hidden)

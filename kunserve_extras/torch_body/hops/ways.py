@@ -75,11 +75,17 @@ class Way:
         """For rows that go as bytes: which tickets were sent before them. None without a lane."""
         return None if self.slots is None else Ticket(self.slots.offer.lane, self.number, 0)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether all that the stream was to write is there, so that ``close`` does not wait."""
+        return self._driver.is_done(self._written)
+
     def close(self) -> None:
-        """Once all that was written is there."""
-        self.socket.close()
+        """Once all that was written is there: a peer takes an earlier end for a death."""
         if self.slots is not None:
             self._driver.wait(self._written)
+        self.socket.close()
+        if self.slots is not None:
             with contextlib.suppress(OSError):  # then it stays mapped
                 self.slots.close()
             self.slots = None

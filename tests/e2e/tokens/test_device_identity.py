@@ -3,8 +3,9 @@ transformers, with steps recorded or not, and with layers and KV as bytes.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from kunserve.control.instance.body import HostCopy
+from kunserve.control.instance.body import HostCopy, StepOutcome, StepWork
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import ConfigError
 from kunserve.core.ids import InstanceId, RequestId
@@ -28,10 +29,12 @@ from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.cuda.backend import CudaBackend
 from kunserve_extras.torch_body.decoder import TorchDecoder
 from kunserve_extras.torch_body.graphs import GraphCounts
+from tests.conftest import wait_until as eventually
 from tests.direct_engine import DirectEngine, prepare_all
 from tests.fakecuda.library import KIB, FakeCuda, build
 from tests.tape import TapeRecorder
 from tests.tiny_models import KINDS, SPARSE_KINDS, VOCAB, expected_tokens, save_with_answers
+from tests.unit.transport.addresses import fresh_address
 
 NUM_LAYERS = 4
 NUM_TOKENS = 8
@@ -134,6 +137,57 @@ def test_recorded_steps_outlive_transitions(
             # Alone, but for each prompt's steps; as a stage of two never.
             alone = 2 * (NUM_TOKENS - 1)
             assert alone <= counts.whole_steps < counts.steps - counts.mixed_steps
+
+
+class HoppingEngine(DirectEngine):
+    """Each stage hears of a step before the one before it has ended it, as in ``DeviceLoop``."""
+
+    num_ahead = 0
+
+    def __init__(self, stages: Sequence[tuple[EngineBody, LayerRange]], addresses: list[str]):
+        super().__init__(stages)
+        self.addresses = addresses
+
+    def _run_stage(self, index: int, work: StepWork, hidden: memoryview | None) -> StepOutcome:
+        body, _ = self.stages[index]
+        landed = None if hidden is None else body.hidden_from_bytes(bytearray(hidden))
+        asked = body.launch(work, landed)
+        body.await_input(asked)
+        to = "" if work.is_last else self.addresses[index + 1]
+        passed = body.pass_on(asked, to)
+        outcome = body.collect(asked)
+        if work.is_last:
+            assert passed is None
+            return outcome
+        self.num_ahead += passed is not None
+        return replace(outcome, hidden=passed or body.hidden_to_bytes(outcome.hidden, to))
+
+
+@pytest.mark.parametrize("saved", ["qwen3"], indirect=True)
+def test_stages_hear_of_steps_that_are_not_computed(
+    fake: FakeCuda, saved: tuple[Path, list[list[int]]]
+) -> None:
+    folder, expected = saved
+    cuts = (LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, NUM_LAYERS))
+    addresses = [fresh_address() for _ in cuts]
+    with ExitStack() as stack:
+        backends = [CudaBackend(torch.device("cpu"), build()) for _ in cuts]
+        bodies = [
+            stack.enter_context(closing(open_body(folder, number, backend=backend)))
+            for number, backend in enumerate(backends)
+        ]
+        for backend, address in zip(backends, addresses, strict=True):
+            backend.open_hops(address)
+            assert backend._hops is not None
+            stack.callback(backend._hops.close)
+        for body, keep in zip(bodies, cuts, strict=True):
+            body.memory.drop(keep)
+        engine = HoppingEngine(list(zip(bodies, cuts, strict=True)), addresses)
+        assert engine.generate(PROMPTS, NUM_TOKENS, 5) == expected
+        eventually(lambda: all(w.slots for one in backends[:2] for w in one._hops._ways.values()))
+        engine.num_ahead = 0
+        assert engine.generate(PROMPTS, NUM_TOKENS, 5) == expected
+        assert engine.num_ahead == engine.step_id, "both stages, of this half of the steps"
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)

@@ -2,12 +2,15 @@
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kunserve.core.faults import MachineFailed
+from kunserve.core.faults import MachineFailed, StepVoid
+from kunserve.engine.asked import Asked
+from kunserve.engine.backend import nothing_to_wait_for
 from kunserve.engine.cpu.hidden_rows import HiddenRows
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.hops import hops as hops_module
@@ -83,6 +86,12 @@ def pair(fake: FakeCuda) -> Iterator[Pair]:
     made = Pair()
     yield made
     made.close()
+
+
+def asked_of(hidden: HiddenRows, states: torch.Tensor, *, is_last: bool = False) -> Asked:
+    work: Any = SimpleNamespace(is_last=is_last)
+    batch: Any = None
+    return Asked(work, batch, hidden, states, tuple, nothing_to_wait_for)
 
 
 def write_late(monkeypatch: pytest.MonkeyPatch, pair: Pair, delay_s: float) -> None:
@@ -212,14 +221,68 @@ def test_who_does_not_wait_reads_garbage(pair: Pair, monkeypatch: pytest.MonkeyP
     pair.second.ended(pair.second.mark())
 
 
-def test_rows_that_never_come_hang_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sender that died behind its ticket, and the outcome is not used."""
-    monkeypatch.setattr(hops_module, "PATIENCE_S", 0.2)
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_rows_that_never_come_hang_nobody(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, is_dead: bool
+) -> None:
+    """Of a sender that died behind its ticket, or hangs: the step is void."""
+    monkeypatch.setattr(hops_module, "PATIENCE_S", 1000.0 if is_dead else 0.2)
     write_late(monkeypatch, pair, 1000.0)
     landed = pair.send(rows_of(5.0))
-    landed.tensor(torch.float32)
-    with pytest.raises(MachineFailed):
+    if is_dead:
+        pair.way.socket.shutdown(2)
+    states = landed.tensor(torch.float32)
+    assert asked_of(landed, states).states_to_come is None, "or its next stage would use them"
+    with pytest.raises(StepVoid):
         pair.second.ended(pair.second.mark())
+
+
+def test_what_is_computed_of_rows_is_told_of_once_they_are_there(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_late(monkeypatch, pair, 0.1)
+    landed = pair.send(rows_of(5.0))
+    with monkeypatch.context() as aside:
+        aside.setattr(Hops, "_catch_up", lambda hops: None)  # as on a device
+        states = landed.tensor(torch.float32)
+    looks: list[int] = []
+    assert landed.await_all(lambda: looks.append(1))
+    assert looks, "mail is read meanwhile"
+    assert asked_of(landed, states).states_to_come is states
+    assert asked_of(landed, states, is_last=True).states_to_come is None
+    pair.second.ended(pair.second.mark())
+
+
+def looks_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Of threads that serve peers, at what is awaited and left."""
+    looks: list[float] = []
+    look = Hops._look
+
+    def look_and_tell(hops: Hops, now_s: float) -> None:
+        look(hops, now_s)
+        looks.append(now_s)
+
+    monkeypatch.setattr(Hops, "_look", look_and_tell)
+    return looks
+
+
+def test_a_way_that_is_left_ends_once_all_is_written(
+    fake: FakeCuda, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An end before that is a death to the peer."""
+    fake.answer_after(1 << 40)
+    way = pair.way
+    with monkeypatch.context() as aside:
+        aside.setattr(Hops, "_catch_up", lambda hops: None)  # as on a device
+        landed = pair.send(rows_of(5.0))
+    with pair.first._lock:
+        pair.first._leave(pair.address)
+    looks = looks_of(monkeypatch)
+    eventually(lambda: len(looks) > 3)
+    assert way.socket.fileno() >= 0 and pair.second._takers
+    fake.answer_after(1)
+    eventually(lambda: not pair.second._takers)
+    assert torch.equal(pair.receive(landed), rows_of(5.0))
 
 
 def test_a_lane_outlives_its_sender_for_a_while(

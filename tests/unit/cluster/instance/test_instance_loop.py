@@ -165,6 +165,8 @@ class Instance:
         agent: type[InstanceAgent] = InstanceAgent,
         num_stages: int = 1,
         head: HeadShape | None = None,
+        *,
+        leads: bool = True,
     ) -> None:
         specs = tuple(fake_spec(i, NUM_LAYERS, 64, head=head) for i in (ZERO, ONE))
         self.body, self.mover = Body(specs[0], MODEL), Mover()
@@ -172,7 +174,9 @@ class Instance:
         self.wires = wires = Wires(self.body)
         bounds = (0, NUM_LAYERS) if num_stages == 1 else (0, 2, NUM_LAYERS)
         layers = [LayerRange(*bound) for bound in pairwise(bounds)]
-        stages = tuple(Stage(InstanceId(i), one) for i, one in enumerate(layers))
+        order = range(num_stages) if leads else reversed(range(num_stages))
+        stages = tuple(Stage(InstanceId(i), one) for i, one in zip(order, layers, strict=True))
+        self.leads = leads
         form = Form(GroupLayout(GroupId(1), stages), specs[:num_stages])
         wires.mail.append(form)
         if num_stages > 1:
@@ -194,7 +198,10 @@ class Instance:
     def serve(self, num_tokens: int = 1) -> Wires:
         """One request, to its end."""
         request = Request(RequestId("r"), TokenIds((5, 6, 7)), SamplingParams(num_tokens), 0.0)
-        self.wires.mail.append(Submit(request))
+        if self.leads:
+            self.wires.mail.append(Submit(request))
+        else:
+            self.tell_peer(Submit(request), None)
         return self.run()
 
     def run(self) -> Wires:
@@ -211,6 +218,8 @@ class Instance:
             if dst == ZERO:
                 data = None if beside is None else FakeBody.hidden_to_bytes(beside)
                 self.wires.rings.append((answer, data))
+            elif dst is None and not self.leads:
+                self.wires.send_to_front(answer)
 
 
 def make_agent(kind: type[InstanceAgent], body: FakeBody, mover: WorldMover) -> InstanceAgent:
