@@ -302,7 +302,8 @@ class InstanceLoop:
             self._long_steps.learn(work.step.plan, ended_s - began_s)
         self._heart.turn(is_computing=False, step_s=ended_s - began_s)
         if self._trace is not None and self._beside is not None:
-            self._trace.computed(work.step, began_s, ended_s, self._beside.worked_s(), beside)
+            input_s = began_s + self._awaited_s
+            self._trace.computed(work.step, input_s, ended_s, self._beside.worked_s(), beside)
             self._beside.end_work()
         with self._mover.quiet():
             self._agent.finished(work, outcome, ended_s)

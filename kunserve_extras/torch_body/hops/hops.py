@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from kunserve.core.faults import MachineFailed, StepVoid
+from kunserve.core.faults import StepVoid
 from kunserve.engine.cpu.hidden_rows import HiddenRows
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.hops.lanes import (
@@ -35,6 +35,7 @@ from kunserve_extras.torch_body.hops.lanes import (
     parted,
     with_note,
 )
+from kunserve_extras.torch_body.hops.lost import LostRows
 from kunserve_extras.torch_body.hops.ways import Way
 
 logger = logging.getLogger(__name__)
@@ -177,7 +178,7 @@ class Hops:
     def take(self, data: bytes | bytearray | memoryview) -> HiddenRows | None:
         """What a ticket tells of, or the rows before a note; None for rows alone.
 
-        Raises MachineFailed for a ticket whose rows may be others' by now.
+        Of a ticket whose rows may be others' by now they are lost.
         """
         rows, ticket = parted(data, self._row_bytes)
         if ticket is None:
@@ -189,9 +190,9 @@ class Hops:
                     lane.pass_over(ticket.number)
                 return HiddenRows.of_bytes(rows, self._row_bytes)
             if lane is None:
-                raise MachineFailed(f"hidden states came into a lane that is gone: {ticket}")
+                return LostRows(ticket.num_rows, f"their lane is gone: {ticket}")
             if not lane.has_come(ticket.number):
-                raise MachineFailed(f"hidden states came after later ones: {ticket}")
+                return LostRows(ticket.num_rows, f"they come after later ones: {ticket}")
             lane.num_open += 1
         return LandedRows(self, lane, ticket, self._row_bytes)
 
