@@ -18,6 +18,7 @@ READS_ENVIRONMENT = {
     "kunserve/cli.py",
     "kunserve/cluster/processes/launch.py",
     "kunserve_extras/ray/session.py",
+    "kunserve_extras/torch_body/hops/pipes.py",
     "kunserve_extras/vllm_body/__init__.py",
     "kunserve/engine/cpu/kernels/build.py",
     "kunserve/engine/cpu/kernels/levels.py",
@@ -25,7 +26,7 @@ READS_ENVIRONMENT = {
     "kunserve/server/start/flags/option.py",
 }
 """The command line, what is handed on to child processes, a user's compiler and level of kernels,
-and what an experiment's commands name."""
+what NCCL reads, and what an experiment's commands name."""
 IMPORTS_LATE = {
     "kunserve/__init__.py",
     "kunserve/cli.py",

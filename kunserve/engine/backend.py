@@ -140,7 +140,9 @@ class Backend(Protocol):
         ...
 
     def open_hops(self, address: str) -> None:
-        """Peers know this instance by ``address``, and may write hidden states into its memory."""
+        """Peers know this instance by ``address``, and may write hidden states into its memory. Of
+        a ``tcp://`` one they know the host, and may send them by other ways than the links.
+        """
         ...
 
     def give(self, hidden: Hidden | Part, to: str) -> memoryview:

@@ -43,6 +43,8 @@ def load_model(order: InstanceOrder) -> Loaded:
     )
     if order.network is None:
         backend.open_hops(address_for("links", order))
+    elif instance.nccl_between_hosts:
+        backend.open_hops(f"tcp://{order.network.host}")
     account = body.account
     eos = frozenset(read_eos_ids(source))
     return Loaded(body, eos, account.longest_request_tokens, str(account))

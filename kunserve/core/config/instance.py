@@ -76,6 +76,9 @@ class InstanceConfig:
     """With --device cuda: record no steps as CUDA graphs."""
     map_when_idle: Annotated[bool, _instance()] = True
     """With --device cuda: map memory for a drop between steps; --no-... maps it beside them."""
+    nccl_between_hosts: Annotated[bool, _instance()] = False
+    """With --device cuda: stages on different hosts give each other hidden states by NCCL, on ports
+    of its choice and not encrypted [by the links]."""
 
     def __post_init__(self) -> None:
         """A share is of a GPU's memory, and ranks are processes of CPUs."""

@@ -32,8 +32,10 @@ from kunserve_extras.torch_body.cuda.pages import DevicePages
 from kunserve_extras.torch_body.decoder import TorchDecoder
 from kunserve_extras.torch_body.graphs import MIXED_ROWS, Recorder
 from kunserve_extras.torch_body.histories import HISTORY_BYTES
+from kunserve_extras.torch_body.hops.far import FarHops
 from kunserve_extras.torch_body.hops.hops import Hops
 from kunserve_extras.torch_body.hops.lanes import MOST_SLOT_BYTES, lane_bytes
+from kunserve_extras.torch_body.hops.pipes import PipeBy
 from kunserve_extras.torch_body.ops.expert_room import expert_bytes
 from kunserve_extras.torch_body.ops.reference import ReferenceOps
 from kunserve_extras.torch_body.ops.table import Ops, sums_bytes
@@ -48,6 +50,8 @@ _GRANULES_PER_LAYER = 8
 """Larger granules save calls of the driver, smaller ones save what is left at a range's ends."""
 _LIBRARIES_BYTES = 1 << 30
 """What the driver, torch, its libraries and recorded steps take of a device. Assumed."""
+_NCCL_BYTES = 512 << 20
+"""What NCCL takes of the device. Assumed."""
 _LEAST_BLOCK_SIZE = 16
 """Block tables of recorded steps are assumed to have an entry for so many tokens."""
 _LOOK_GAP_S = 100e-6
@@ -116,7 +120,8 @@ class CudaBackend(OneMemory):
         self._left_bytes = self._driver.memory_bytes()[0]
         """Of the device, without what is planned to be taken."""
         self.open_pages: OpenPages = self._open_pages
-        self._hops: Hops | None = None
+        self._hops: Hops | FarHops | None = None
+        self._takes_nccl = False
         self._slot_bytes, self._row_bytes = 0, 0
 
     def _open_pages(self, num_bytes: int, granule_bytes: int, beside_bytes: int) -> DevicePages:
@@ -132,6 +137,7 @@ class CudaBackend(OneMemory):
     def settle(self, spec: ModelSpec, config: InstanceConfig, most: StepLimits) -> InstanceConfig:
         """See ``Backend``. Granules that the device cannot have are replaced by its own size."""
         self._attention = config.attention
+        self._takes_nccl = config.nccl_between_hosts
         self._row_bytes = spec.hidden_size * spec.dtype_bytes
         self._slot_bytes = _slot_bytes(spec, most)
         if config.attention == "flashinfer":
@@ -174,7 +180,7 @@ class CudaBackend(OneMemory):
         experts = expert_bytes(limits.num_tokens, spec)
         if spec.packed is not None and any(one.name == "embedding" for one in spec.packed.ends):
             steps += limits.num_tokens * spec.hidden_size * _GATHER_BYTES
-        lane = lane_bytes(_slot_bytes(spec, limits), 1)
+        lane = _NCCL_BYTES if self._takes_nccl else lane_bytes(_slot_bytes(spec, limits), 1)
         return limits.buffer_bytes(spec) + gate_up + logits + drawing + steps + experts + lane
 
     def weights(self, memory: Memory, spec: ModelSpec) -> ModelWeights:
@@ -269,8 +275,13 @@ class CudaBackend(OneMemory):
 
     def open_hops(self, address: str) -> None:
         """See ``Backend``."""
+        sizes = self._slot_bytes, self._row_bytes
         try:
-            self._hops = Hops(self._driver, self.device, address, self._slot_bytes, self._row_bytes)
+            if address.startswith("tcp://"):
+                by = PipeBy.NCCL if self.device.type == "cuda" else PipeBy.GLOO
+                self._hops = FarHops(by, self.device, address, self._row_bytes)
+            else:
+                self._hops = Hops(self._driver, self.device, address, *sizes)
         except OSError as error:
             logger.info("hidden states go between stages as bytes: %s", error)
 
@@ -291,11 +302,10 @@ class CudaBackend(OneMemory):
 
     def mark(self) -> Wait:
         """See ``Backend``."""
-        reads = [] if self._hops is None else self._hops.mark()
-        wait = self._mark()
-        if self._hops is None or not reads:
+        hops, wait = self._hops, self._mark()
+        reads = hops.mark() if isinstance(hops, Hops) else []
+        if not (isinstance(hops, Hops) and reads):
             return wait
-        hops = self._hops
 
         def wait_and_tell(look_up: Callable[[], None] | None) -> None:
             wait(look_up)

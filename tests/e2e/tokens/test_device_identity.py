@@ -3,11 +3,12 @@ transformers, with steps recorded or not, and with layers and KV as bytes.
 """
 
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import transformers
 from kunserve.control.instance.body import HostCopy, StepOutcome, StepWork
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.errors import ConfigError
+from kunserve.core.faults import StepVoid
 from kunserve.core.ids import InstanceId, RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.body import EngineBody
@@ -27,8 +29,12 @@ from kunserve.engine.memory.instance_memory import InstanceMemory
 from kunserve.engine.memory.memory import Memory
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.torch_body.cuda.backend import CudaBackend
+from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.decoder import TorchDecoder
 from kunserve_extras.torch_body.graphs import GraphCounts
+from kunserve_extras.torch_body.hops import hops
+from kunserve_extras.torch_body.hops.far import FarHops
+from kunserve_extras.torch_body.hops.hops import Hops
 from tests.conftest import wait_until as eventually
 from tests.direct_engine import DirectEngine, prepare_all
 from tests.fakecuda.library import KIB, FakeCuda, build
@@ -142,7 +148,7 @@ def test_recorded_steps_outlive_transitions(
 class HoppingEngine(DirectEngine):
     """Each stage hears of a step before the one before it has ended it, as in ``DeviceLoop``."""
 
-    num_ahead = 0
+    num_ahead = num_tickets = 0
 
     def __init__(self, stages: Sequence[tuple[EngineBody, LayerRange]], addresses: list[str]):
         super().__init__(stages)
@@ -160,7 +166,9 @@ class HoppingEngine(DirectEngine):
             assert passed is None
             return outcome
         self.num_ahead += passed is not None
-        return replace(outcome, hidden=passed or body.hidden_to_bytes(outcome.hidden, to))
+        given = passed or body.hidden_to_bytes(outcome.hidden, to)
+        self.num_tickets += given.nbytes < outcome.hidden[0].nbytes
+        return replace(outcome, hidden=given)
 
 
 @pytest.mark.parametrize("saved", ["qwen3"], indirect=True)
@@ -188,6 +196,81 @@ def test_stages_hear_of_steps_that_are_not_computed(
         engine.num_ahead = 0
         assert engine.generate(PROMPTS, NUM_TOKENS, 5) == expected
         assert engine.num_ahead == engine.step_id, "both stages, of this half of the steps"
+
+
+@pytest.mark.parametrize("saved", ["qwen3"], indirect=True)
+def test_a_void_step_leaves_nothing_behind(
+    fake: FakeCuda, saved: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stage before has died behind its ticket, and this one computes alone then."""
+    folder, expected = saved
+    monkeypatch.setattr(hops, "PATIENCE_S", 0.0)
+    backends = [CudaBackend(torch.device("cpu"), build()) for _ in HALVES]
+    addresses = [fresh_address() for _ in HALVES]
+    with ExitStack() as stack:
+        bodies = [
+            stack.enter_context(closing(open_body(folder, number, backend=backend)))
+            for number, backend in enumerate(backends)
+        ]
+        for backend, address in zip(backends, addresses, strict=True):
+            backend.open_hops(address)
+            assert isinstance(backend._hops, Hops)
+            stack.callback(backend._hops.close)
+        for body, keep in zip(bodies, HALVES, strict=True):
+            body.memory.drop(keep)
+        engine = HoppingEngine(list(zip(bodies, HALVES, strict=True)), addresses)
+        assert engine.generate(PROMPTS, NUM_TOKENS, 5) == expected
+        eventually(lambda: all(way.slots for way in backends[0]._hops._ways.values()))
+        began = engine.step_id
+        with monkeypatch.context() as dead:
+            dead.setattr(Driver, "write_value", only_of_threads(Driver.write_value))
+            with pytest.raises(StepVoid):
+                engine.generate(PROMPTS, NUM_TOKENS, 5)
+        last = bodies[1]
+        for number in range(len(PROMPTS)):
+            last.forget(RequestId(f"{began}-{number}"))
+        last.memory.reclaim(HALVES[0])
+        last.load_layers(HALVES[0])
+        assert DirectEngine([(last, WHOLE)]).generate(PROMPTS, NUM_TOKENS) == expected
+
+
+def only_of_threads(write: Any) -> Any:
+    """Of the words that streams write: a sender's never come, but who gives them up writes too."""
+
+    def write_one(driver: Driver, address: int, value: int, stream: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            write(driver, address, value, stream)
+
+    return write_one
+
+
+@pytest.mark.parametrize("saved", ["qwen3"], indirect=True)
+def test_stages_on_other_hosts_are_given_hidden_states_through_pipes(
+    fake: FakeCuda, saved: tuple[Path, list[list[int]]]
+) -> None:
+    folder, expected = saved
+    addresses = ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+    with ExitStack() as stack:
+        backends = [CudaBackend(torch.device("cpu"), build()) for _ in addresses]
+        bodies = [
+            stack.enter_context(closing(open_body(folder, number, backend=backend)))
+            for number, backend in enumerate(backends)
+        ]
+        ends: list[FarHops] = []
+        for backend in backends:
+            backend.open_hops("tcp://127.0.0.1")
+            assert isinstance(backend._hops, FarHops)
+            ends.append(backend._hops)
+            stack.callback(backend._hops.close)
+        for body, keep in zip(bodies, HALVES, strict=True):
+            body.memory.drop(keep)
+        engine = HoppingEngine(list(zip(bodies, HALVES, strict=True)), addresses)
+        assert engine.generate(PROMPTS, NUM_TOKENS, 5) == expected
+        eventually(lambda: ends[0]._giving[addresses[1]].pipe)
+        before, engine.num_tickets = engine.step_id, 0
+        assert engine.generate(PROMPTS, NUM_TOKENS, 5) == expected
+        assert engine.num_tickets == engine.step_id - before
+        assert engine.num_ahead == 0
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)
