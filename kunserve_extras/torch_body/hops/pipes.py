@@ -181,10 +181,12 @@ class _OnDevice:
 
     @property
     def is_done(self) -> bool:
-        try:
-            return self.work.is_completed() and self.work.exception() is None
-        except RuntimeError as error:
-            raise OSError(f"a pipe is broken: {error}") from error
+        if not self.work.is_completed():
+            return False
+        failure = self.work.exception()
+        if failure is not None:
+            raise OSError(f"a pipe is broken: {failure}")
+        return True
 
 
 class NcclPipe:

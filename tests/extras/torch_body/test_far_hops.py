@@ -5,6 +5,7 @@ that has lost tickets is used again, and no wait lasts for ever.
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kunserve.core.faults import StepVoid
 from kunserve.engine.cpu.hidden_rows import HiddenRows, bytes_of
 from kunserve_extras.torch_body.hops import far as far_module
 from kunserve_extras.torch_body.hops.far import NUM_UNDER_WAY, FarHops, FarRows
-from kunserve_extras.torch_body.hops.pipes import GlooPipe, PipeBy
+from kunserve_extras.torch_body.hops.pipes import GlooPipe, PipeBy, _OnDevice
 from tests.conftest import wait_until as eventually
 
 ROW_BYTES = 256
@@ -193,6 +194,29 @@ def test_an_invitation_that_is_lost_is_sent_again(
         eventually(lambda: len(pair.give(rows_of(1.0))) > rows_of(1.0).nbytes)
         eventually(lambda: pair.first._giving[THERE].is_over)
     pair.meet()
+
+
+class DeviceWork:
+    """As NCCL's: over when it has failed, too, and nobody is told."""
+
+    is_over, failure = False, None
+
+    def is_completed(self) -> bool:
+        return self.is_over
+
+    def exception(self) -> RuntimeError | None:
+        return self.failure
+
+
+def test_what_fails_on_a_device_is_not_taken_for_done() -> None:
+    work: Any = DeviceWork()
+    under = _OnDevice(torch.zeros(1), work)
+    assert not under.is_done
+    work.is_over = True
+    assert under.is_done
+    work.failure = RuntimeError("the other host is gone")
+    with pytest.raises(OSError, match="other host"):
+        _ = under.is_done
 
 
 def test_what_cannot_be_is_said_at_once() -> None:
