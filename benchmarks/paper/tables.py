@@ -25,10 +25,13 @@ from benchmarks.paper.real_tables import (
     FIRST,
     RIVALS,
     SECOND,
+    SLOW_FIRST,
+    SLOW_SECOND,
     above,
     one_result,
     rivals,
     rounds,
+    slow_rounds,
 )
 from benchmarks.paper.sparse_models import NAMES
 from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances
@@ -273,6 +276,7 @@ TABLES: dict[str, Table] = {
     "sensitivity": Table(sensitivity, ("sensitivity",)),
     "one-result": Table(one_result, (SECOND, FIRST)),
     "real-rounds": Table(rounds, (SECOND, FIRST)),
+    "real-slow": Table(slow_rounds, (SLOW_SECOND, SLOW_FIRST)),
     "real-rivals": Table(rivals, (RIVALS,)),
     "real-above": Table(above, (ABOVE,)),
 }

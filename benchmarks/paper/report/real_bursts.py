@@ -35,7 +35,10 @@ WORDS = {
     FIRST: "first burst, capped",
     SECOND: "second burst, capped",
 }
-ELSEWHERE = {"overload-second-burst-avx2": "second burst, capped, AMD Zen 3 (AVX2)"}
+ELSEWHERE = {
+    real_tables.SLOW_FIRST: "first burst, capped, AMD Zen 3 (AVX2)",
+    real_tables.SLOW_SECOND: "second burst, capped, AMD Zen 3 (AVX2)",
+}
 """On other processors, at loads for those. On no map, because the map has step times of Zen 4."""
 P95 = "P95 TTFT (s)"
 

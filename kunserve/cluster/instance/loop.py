@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from kunserve.cluster.instance.beside_clock import BesideClock
+from kunserve.cluster.instance.exchange_pause import ExchangePause
 from kunserve.cluster.instance.lease import Hold
 from kunserve.cluster.instance.long_steps import LongSteps
 from kunserve.cluster.instance.mover import InstanceMover
@@ -29,9 +30,6 @@ from kunserve.transport.wire.channel import InstanceChannel
 HEARTBEATS_PER_TIMEOUT = 5
 LOOK_GAP_S = 0.05
 """Mail is read so often in the middle of a step that lasts, because looking costs a little."""
-EXCHANGE_PAUSE_S = 0.03
-"""So long at most no step begins in an exchange whose KV is copied on this machine's cores: a step
-would take them, and everybody whose KV moves waits for the copies."""
 PREPARE_SHARE = 0.1
 """Of a step: so long at most is memory mapped between it and the next, or one piece."""
 FORM_PATIENCE_S = 60.0
@@ -130,8 +128,7 @@ class InstanceLoop:
         """A group with a void step, and since when."""
         self._plan: StepPlan | None = None
         """Of the step that runs, or that has failed."""
-        self._exchange_since_s: float | None = None
-        """When the exchange under way was first seen."""
+        self._pause = ExchangePause()
 
     @property
     def requests_of_step(self) -> tuple[RequestId, ...]:
@@ -270,14 +267,11 @@ class InstanceLoop:
     def _gives_way(self) -> bool:
         """Whether no step begins, so that an exchange is over soon."""
         if not self._agent.is_exchanging:
-            self._exchange_since_s = None
+            self._pause.end()
             return False
         if not self._mover.copies_here:
             return False
-        now_s = time.monotonic()
-        if self._exchange_since_s is None:
-            self._exchange_since_s = now_s
-        return now_s - self._exchange_since_s < EXCHANGE_PAUSE_S
+        return self._pause.gives_way(self._mover.num_bytes_taken, time.monotonic())
 
     def _run(self, work: Work) -> None:
         """One step of this stage, what it adds to the accounts, and what the agent says of it."""

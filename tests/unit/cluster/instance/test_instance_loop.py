@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kunserve.cluster.instance import long_steps
+from kunserve.cluster.instance import exchange_pause, long_steps
 from kunserve.cluster.instance import loop as instance_loop
 from kunserve.cluster.instance.long_steps import LongSteps
 from kunserve.cluster.instance.loop import DeviceLoop, InstanceLoop
@@ -420,13 +420,15 @@ def test_no_step_begins_while_kv_is_copied_here(
     pause_s: float,
     waits: bool,
 ) -> None:
-    monkeypatch.setattr(instance_loop, "EXCHANGE_PAUSE_S", pause_s)
+    for name in ("QUIET_S", "LONGEST_S"):
+        monkeypatch.setattr(exchange_pause, name, pause_s)
     num_steps = Paused(loop, Exchanging).num_steps(copies_here=copies_here)
     assert (num_steps == 0) is waits, "and not for long"
 
 
 def test_a_step_may_begin_when_no_exchange_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instance_loop, "EXCHANGE_PAUSE_S", 1e9)
+    for name in ("QUIET_S", "LONGEST_S"):
+        monkeypatch.setattr(exchange_pause, name, 1e9)
     assert Paused().num_steps(copies_here=True) > 0
 
 
