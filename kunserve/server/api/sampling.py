@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import InvalidRequest
@@ -15,6 +15,8 @@ from kunserve.server.api.text import too_long
 from kunserve.server.api.vocabulary import check_token_ids
 
 Number = TypeVar("Number", int, float)
+BadWords: TypeAlias = tuple[tuple[int, ...], ...]
+"""As tokens."""
 
 SEED_MASK = (1 << 63) - 1
 GREEDY_BELOW = 1e-5
@@ -46,7 +48,7 @@ def resolve_sampling(
     limits: ServingLimits,
     num_prompt_tokens: Sequence[int],
     seeds: SeedSource,
-    bad_words: tuple[tuple[int, ...], ...] = (),
+    bad_words: BadWords = (),
     structured: StructuredOutput | None = None,
 ) -> list[SamplingParams]:
     """The parameters of every completion: ``n`` for each prompt, of these lengths.
@@ -100,6 +102,23 @@ def resolve_sampling(
         seed = seeds.draw() if body.seed is None else body.seed
         completions += [resolved(length, derive_seed(seed, i)) for i in range(body.n or 1)]
     return completions
+
+
+def check_entries(
+    body: GenerationBody, bad_words: BadWords, num_completions: int, most: int
+) -> None:
+    """Raise InvalidRequest where lists that go along with each completion are too much together.
+
+    Whoever computes reads them for every one, and everybody else in the group waits for that.
+    """
+    entries = {"logit_bias": len(body.logit_bias or {}), "bad_words": sum(map(len, bad_words))}
+    for param, num in entries.items():
+        if num * num_completions > most:
+            raise InvalidRequest(
+                f"`{param}` has {num} tokens for each of {num_completions} completions; together "
+                f"they may have {most}.",
+                param,
+            )
 
 
 def _max_tokens(

@@ -14,6 +14,7 @@ from kunserve.core.request import SamplingParams
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.api.sampling import SeedSource, resolve_sampling
 from kunserve.server.api.schema import ChatBody, CompletionBody
+from kunserve.server.http.limits import FrontLimits
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
 from tests.unit.server.telemetry.test_metrics import labels, samples
 
@@ -56,6 +57,22 @@ def test_each_completion_is_resolved_once_with_its_own_length() -> None:
     got = resolve_sampling(body, SamplingDefaults(), limits, [6, 1], SeedSource(0))
     assert [one.max_tokens for one in got] == [4, 4, 9, 9]
     assert got[0].seed == got[2].seed == 5 and got[1].seed == got[3].seed != 5
+
+
+def test_what_goes_along_with_each_completion_is_bounded_over_all_of_them() -> None:
+    """128 answers with a bias for each token of a vocabulary held up a group for seconds."""
+    with live_server(limits=FrontLimits(max_entries=8)) as server, server.client() as client:
+
+        def answer(**more: Any) -> httpx.Response:
+            return client.post(COMPLETIONS, json={**PROMPT, **more})
+
+        assert answer(n=2, logit_bias={"1": 1, "2": 1, "3": 1, "4": 1}).status_code == 200
+        refused = answer(n=3, logit_bias={"1": 1, "2": 1, "3": 1})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "logit_bias"
+        prompts = answer(prompt=["a"] * 9, bad_words=["b"])
+        assert prompts.status_code == 400
+        assert "9 completions" in prompts.json()["error"]["message"]
 
 
 def test_the_models_length_is_a_chats_default(server: LiveServer, client: httpx.Client) -> None:
