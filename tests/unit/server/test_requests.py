@@ -51,6 +51,11 @@ def test_what_a_request_leaves_open_is_as_the_model_recommends() -> None:
     assert resolved({}, SamplingDefaults()) == SamplingParams(7, seed=1)
 
 
+def test_a_token_that_is_allowed_twice_is_told_once() -> None:
+    allowed = resolved({"allowed_token_ids": [3, 5, 3]}, SamplingDefaults()).allowed_token_ids
+    assert allowed == (3, 5)
+
+
 def test_each_completion_is_resolved_once_with_its_own_length() -> None:
     body = ChatBody(messages=[], n=2, seed=5, min_tokens=3)
     limits = ServingLimits(10, 16, 100)
@@ -70,6 +75,8 @@ def test_what_goes_along_with_each_completion_is_bounded_over_all_of_them() -> N
         refused = answer(n=3, logit_bias={"1": 1, "2": 1, "3": 1})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "logit_bias"
+        assert answer(n=3, allowed_token_ids=[1] * 43).status_code == 400
+        assert answer(n=2, allowed_token_ids=[1] * 64).status_code == 200
         prompts = answer(prompt=["a"] * 9, bad_words=["b"])
         assert prompts.status_code == 400
         assert "9 completions" in prompts.json()["error"]["message"]
