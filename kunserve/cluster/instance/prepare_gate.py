@@ -54,7 +54,8 @@ class PrepareGate:
         """Whether the agent shall have the message now; else it is kept, or has become void."""
         match message:
             case Rollback(held_id) | EndMigration(held_id):
-                return self._held.pop(held_id, None) is None
+                held = self._held.pop(held_id, None)
+                return held is None or _has_begun(held.order)
             case Prepare(held_id) | Migrate(held_id) if self._missing(message):
                 self._held[held_id] = _Held(message, now_s)
                 return False
@@ -88,3 +89,8 @@ class PrepareGate:
             return self._unreached([order.target])
         layouts = order.old + order.new
         return self._unreached(sorted({i for layout in layouts for i in layout.members}))
+
+
+def _has_begun(order: Order) -> bool:
+    """Whether the agent has changed something for it before: a restore's layers are loaded."""
+    return isinstance(order, Prepare) and len(order.new) > 1

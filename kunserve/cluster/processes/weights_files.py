@@ -59,12 +59,18 @@ class WeightsFiles:
     def find(self, pids: Iterable[int]) -> None:
         """Know what these processes share."""
         for folder in (f"/proc/{pid}/fd" for pid in pids):
+            names: list[str] = []
             with suppress(OSError):  # it has ended
-                for path in (f"{folder}/{name}" for name in os.listdir(folder)):
-                    if (match := _LINK.fullmatch(os.readlink(path))) is not None:
-                        key = _Key(match[1], int(match[2]), int(match[3]))
-                        if key not in self._fds:
-                            self._fds[key] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                names = os.listdir(folder)
+            for path in (f"{folder}/{name}" for name in names):
+                with suppress(OSError):  # it has closed this one meanwhile
+                    self._look_at(path)
+
+    def _look_at(self, path: str) -> None:
+        if (match := _LINK.fullmatch(os.readlink(path))) is not None:
+            key = _Key(match[1], int(match[2]), int(match[3]))
+            if key not in self._fds:
+                self._fds[key] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def mapped_bytes(self, num_ranks: int) -> int:
         """What each instance has mapped of them. One that joins needs no memory for it."""

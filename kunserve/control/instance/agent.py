@@ -142,7 +142,7 @@ class InstanceAgent:
     @property
     def _is_calm(self) -> bool:
         """Whether nothing is under way here beside steps."""
-        waits = self.inbox.has_mail or self.state.to_self or self._forming.is_forming
+        waits = self.inbox.may_be_due or self.state.to_self or self._forming.is_forming
         return self._changes.is_empty and not waits
 
     def finished(self, work: Work, outcome: StepOutcome, now_s: float) -> None:

@@ -190,6 +190,16 @@ class Inbox:
         """Whether anything is kept for later."""
         return bool(self._waiting)
 
+    @property
+    def may_be_due(self) -> bool:
+        """Whether something kept may become due though nothing else comes.
+
+        What withdraws something is due only behind that. Most of it is for something long over: an
+        abort that has crossed the end of its request stays here, and nobody shall wait for it.
+        """
+        is_looked_at = self._seen is not None or not self._waiting
+        return not is_looked_at or len(self._waiting) > len(self._withdrawn)
+
     def accept(self, mail: Mail, moment: Moment) -> bool:
         """Whether the mail is to be read now; what is for later is kept."""
         when = when_to_read(mail.message, moment)

@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
@@ -35,7 +35,7 @@ from kunserve.server.api.prompts import (
     encode_prompts,
     truncated,
 )
-from kunserve.server.api.sampling import resolve_sampling
+from kunserve.server.api.sampling import BadWords, check_entries, resolve_sampling
 from kunserve.server.api.schema import ChatBody, CompletionBody, GenerationBody
 from kunserve.server.api.unsupported import ForeignFields
 from kunserve.server.http.body import unless_gone
@@ -49,9 +49,6 @@ class AnswerReading:
     form: MessageFormat | None = None
     """None where all of it is content."""
     structured: StructuredOutput | None = None
-
-
-BadWords: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +219,8 @@ class OpenAIRoutes:
     ) -> list[Choice]:
         """``n`` completions of each prompt, ready to be started."""
         front = self._front
+        num_completions = len(prompts) * (body.n or 1)
+        check_entries(body, bad_words, num_completions, front.limits.max_entries)
         skip_special = body.skip_special_tokens is not False
         options = TextOptions(
             StopStrings(body.stop) if body.stop else None,

@@ -14,6 +14,17 @@ from kunserve.server.api.tools import called_tools, check_tools
 from kunserve.server.api.vocabulary import check_token_ids
 from kunserve.server.http.body import unless_gone
 
+_RESERVED = (
+    "conversation",
+    "conversations",
+    "messages",
+    "self",
+    "tokenize",
+    "chat_template",
+    "return_tensors",
+    "tools",
+)
+"""Names that whoever renders gives itself."""
 TOOL_CHARS = 4000
 """What a tool, or a past call, counts as beside its own text. So none is rendered on the event
 loop."""
@@ -154,7 +165,7 @@ def conversation_text(codec: TextCodec, body: ChatBody | TokenizeBody) -> str:
             "continue_final_message",
         )
     options: dict[str, Any] = dict(body.chat_template_kwargs or {})
-    for reserved in ("conversation", "tokenize", "chat_template", "return_tensors", "tools"):
+    for reserved in _RESERVED:
         if reserved in options:
             raise InvalidRequest(
                 f"`chat_template_kwargs` may not set `{reserved}`.", "chat_template_kwargs"

@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import InvalidRequest
@@ -15,10 +15,14 @@ from kunserve.server.api.text import too_long
 from kunserve.server.api.vocabulary import check_token_ids
 
 Number = TypeVar("Number", int, float)
+BadWords: TypeAlias = tuple[tuple[int, ...], ...]
+"""As tokens."""
 
 SEED_MASK = (1 << 63) - 1
 GREEDY_BELOW = 1e-5
 """A smaller temperature would overflow the division it stands for: it means greedy."""
+PLAIN_PER_ENTRY = 16
+"""So many token ids with nothing beside them are told and read in the time of one with a bias."""
 
 
 class SeedSource:
@@ -46,7 +50,7 @@ def resolve_sampling(
     limits: ServingLimits,
     num_prompt_tokens: Sequence[int],
     seeds: SeedSource,
-    bad_words: tuple[tuple[int, ...], ...] = (),
+    bad_words: BadWords = (),
     structured: StructuredOutput | None = None,
 ) -> list[SamplingParams]:
     """The parameters of every completion: ``n`` for each prompt, of these lengths.
@@ -70,7 +74,7 @@ def resolve_sampling(
         )
     # Checked once, because one call may ask for many completions.
     stop_token_ids = tuple(check_token_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids"))
-    allowed = check_token_ids(body.allowed_token_ids or [], vocab_size, "allowed_token_ids")
+    allowed = _allowed(body.allowed_token_ids or [], vocab_size)
     logit_bias = _logit_bias(body.logit_bias or {}, vocab_size)
 
     def resolved(length: int, seed: int) -> SamplingParams:
@@ -88,7 +92,7 @@ def resolve_sampling(
             frequency_penalty=body.frequency_penalty or 0.0,
             repetition_penalty=repetition_penalty,
             logit_bias=logit_bias,
-            allowed_token_ids=TokenIds(allowed),
+            allowed_token_ids=allowed,
             bad_words=bad_words,
             structured=structured,
             num_logprobs=body.num_logprobs,
@@ -100,6 +104,27 @@ def resolve_sampling(
         seed = seeds.draw() if body.seed is None else body.seed
         completions += [resolved(length, derive_seed(seed, i)) for i in range(body.n or 1)]
     return completions
+
+
+def check_entries(
+    body: GenerationBody, bad_words: BadWords, num_completions: int, most: int
+) -> None:
+    """Raise InvalidRequest where lists that go along with each completion are too much together.
+
+    Whoever computes reads them for every one, and everybody else in the group waits for that.
+    """
+    entries = (
+        ("logit_bias", len(body.logit_bias or ()), most),
+        ("bad_words", sum(map(len, bad_words)), most),
+        ("allowed_token_ids", len(body.allowed_token_ids or ()), most * PLAIN_PER_ENTRY),
+    )
+    for param, num, limit in entries:
+        if num * num_completions > limit:
+            raise InvalidRequest(
+                f"`{param}` has {num} tokens for each of {num_completions} completions; together "
+                f"they may have {limit}.",
+                param,
+            )
 
 
 def _max_tokens(
@@ -129,6 +154,10 @@ def _first(asked: Number | None, recommended: Number | None, neutral: Number) ->
 
 def _top_k(top_k: int, vocab_size: int) -> int | None:
     return top_k if 0 < top_k < vocab_size else None
+
+
+def _allowed(token_ids: list[int], vocab_size: int) -> TokenIds:
+    return TokenIds(dict.fromkeys(check_token_ids(token_ids, vocab_size, "allowed_token_ids")))
 
 
 def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

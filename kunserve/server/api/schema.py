@@ -238,6 +238,10 @@ class DetokenizeBody(BaseModel):
 Body = TypeVar("Body", bound=BaseModel)
 MAX_NAME_CHARS = 100
 """Of a field's name in an error message, because clients choose keys of objects."""
+MOST_FAULTS = 1000
+"""With more of them in a body the first is not looked for: that lists all of them, for about a
+second where every value of a large body is wrong, and holds up everybody else.
+"""
 
 
 def parsed_fields(shape: type[Body], fields: dict[str, Any]) -> Body:
@@ -250,6 +254,10 @@ def parsed_fields(shape: type[Body], fields: dict[str, Any]) -> Body:
 
 def invalid_field(error: ValidationError) -> InvalidRequest:
     """What a client is told of the first field at fault."""
+    if error.error_count() > MOST_FAULTS:
+        return InvalidRequest(
+            f"The request body has {error.error_count()} values of a wrong type or size."
+        )
     first = error.errors(include_url=False, include_context=False)[0]
     kind, location, given = first["type"], first["loc"], first["input"]
     if kind == "json_invalid":

@@ -24,6 +24,9 @@ class FrontLimits:
     """Largest ``n``."""
     max_requests_per_call: int = 1024
     """Prompts times ``n`` in one HTTP request."""
+    max_entries: int = 1 << 18
+    """Tokens in ``logit_bias``, and in ``bad_words``, over all completions of one call; plain
+    lists of tokens may be longer."""
     inline_chars: int = 2000
     """A request with more text is tokenised in a thread, so that nobody else waits for it."""
     max_waiting_chars: int = 32 << 20

@@ -38,6 +38,7 @@ class Judging:
         self._task: asyncio.Task[None] | None = None
         self._given_up = threading.Event()
         self._num_open = 0
+        self._failure: Exception | None = None
 
     def start(self) -> None:
         """Called once, in a running loop."""
@@ -53,7 +54,7 @@ class Judging:
 
     async def finish(self) -> None:
         """Judge what waits, then end. All together have the deadline of one; who cancels this
-        waits for none.
+        waits for none. Raises what telling one raised.
         """
         if self._task is None:
             return
@@ -73,6 +74,8 @@ class Judging:
             self._given_up.set()
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._failure is not None:
+            raise self._failure
 
     async def _work(self) -> None:
         while True:
@@ -81,6 +84,8 @@ class Judging:
                 self._told(
                     await asyncio.to_thread(judge_aside, work, self._deadline_s, self._given_up)
                 )
+            except Exception as error:  # those that come after are judged still
+                self._failure = self._failure or error
             finally:
                 self._num_open -= 1
                 self._queue.task_done()
@@ -93,8 +98,13 @@ def judge_aside(work: Work, deadline_s: float, given_up: threading.Event) -> Jud
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(theirs, work), daemon=True)
-    process.start()
-    theirs.close()
+    try:
+        process.start()
+    except OSError as error:
+        ours.close()
+        return _unjudged(work, f"no process for the simulation: {error}")
+    finally:
+        theirs.close()
     end_s = time.monotonic() + deadline_s
     try:
         while not ours.poll(LOOK_S):
@@ -105,7 +115,7 @@ def judge_aside(work: Work, deadline_s: float, given_up: threading.Event) -> Jud
         found = ours.recv()
         assert isinstance(found, Judged), found
         return found
-    except EOFError:
+    except (EOFError, OSError):  # the latter in the midst of its answer
         return _unjudged(work, "the simulation's process ended before it was done")
     finally:
         ours.close()

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import multiprocessing.context
 import socket
 import threading
 from collections.abc import Iterator
@@ -300,28 +301,29 @@ def test_spans() -> None:
             seconds_of(text)
 
 
-def test_a_simulation_that_takes_too_long_is_killed() -> None:
+def short_work() -> Work:
     session = Session(Made(device="a800"), 1.0)
     for group in by_moment(burst()[:100], 1.0):
         session.feed(group, group[0].time_s)
     episode = session.close()
     assert episode is not None
-    judged = judge_aside((episode, *session.make_of(episode), session.made), 0.0, threading.Event())
+    return episode, *session.make_of(episode), session.made
+
+
+def test_a_simulation_that_takes_too_long_is_killed() -> None:
+    work = short_work()
+    judged = judge_aside(work, 0.0, threading.Event())
     assert "took longer than 0 s" in judged.why_not
 
 
 def test_too_many_episodes_are_told_without_figures() -> None:
-    session = Session(Made(device="a800"), 1.0)
-    for group in by_moment(burst()[:100], 1.0):
-        session.feed(group, group[0].time_s)
-    episode = session.close()
-    assert episode is not None
+    work = short_work()
     told: list[Judged] = []
 
     async def give() -> None:
         judging = Judging(told.append)
         for _ in range(20):
-            judging.give((episode, *session.make_of(episode), session.made))
+            judging.give(work)
 
     asyncio.run(give())
     assert len(told) == 4
@@ -329,23 +331,53 @@ def test_too_many_episodes_are_told_without_figures() -> None:
 
 
 def test_the_end_waits_no_longer_than_for_one(capsys: pytest.CaptureFixture[str]) -> None:
-    session = Session(Made(device="a800"), 1.0)
-    for group in by_moment(burst()[:100], 1.0):
-        session.feed(group, group[0].time_s)
-    episode = session.close()
-    assert episode is not None
+    work = short_work()
     told: list[Judged] = []
 
     async def leave() -> None:
         judging = Judging(told.append, deadline_s=0.0)
         judging.start()
         for _ in range(3):
-            judging.give((episode, *session.make_of(episode), session.made))
+            judging.give(work)
         await judging.finish()
 
     asyncio.run(leave())
     assert [one.why_not for one in told[1:]] == ["the watching ended"] * 2
     assert "bursts that are simulated still: 3" in capsys.readouterr().err
+
+
+def test_one_that_cannot_be_told_keeps_no_other_from_it() -> None:
+    """Nor the end: what went wrong is raised there."""
+    work = short_work()
+    told: list[Judged] = []
+
+    def tell(judged: Judged) -> None:
+        told.append(judged)
+        if len(told) == 1:
+            raise BrokenPipeError
+
+    async def leave() -> None:
+        judging = Judging(tell, deadline_s=0.0)
+        judging.start()
+        for _ in range(3):
+            judging.give(work)
+        with pytest.raises(BrokenPipeError):
+            async with asyncio.timeout(60.0):
+                await judging.finish()
+
+    asyncio.run(leave())
+    assert len(told) == 3
+
+
+def test_without_a_process_for_it_an_episode_is_told_without_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_process: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", refuse)
+    judged = judge_aside(short_work(), 0.0, threading.Event())
+    assert "Cannot allocate memory" in judged.why_not
 
 
 def test_episodes_forget_what_is_old() -> None:

@@ -152,6 +152,17 @@ def test_a_transition_waits_longer_for_one_in_a_long_step() -> None:
     assert world.gate.turn(21.9) == ([prepare()], [])
 
 
+def test_a_restore_that_is_called_off_at_the_gate_is_heard_of() -> None:
+    """Its layers are loaded already: the agent is to give their memory back."""
+    world = Gate()
+    drop = prepare()
+    world.gate.passes(replace(drop, old=drop.new, new=drop.old), 0.0)
+    assert world.gate.is_waiting
+    assert world.gate.passes(Rollback(TransitionId(7)), 0.1)
+    world.down.clear()
+    assert world.gate.turn(5.0) == ([], [])
+
+
 MIGRATE = Migrate(TransitionId(7), GroupId(0), ONE, GroupId(1), 9)
 
 

@@ -14,6 +14,7 @@ from kunserve.core.request import SamplingParams
 from kunserve.model.generation_config import SamplingDefaults
 from kunserve.server.api.sampling import SeedSource, resolve_sampling
 from kunserve.server.api.schema import ChatBody, CompletionBody
+from kunserve.server.http.limits import FrontLimits
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
 from tests.unit.server.telemetry.test_metrics import labels, samples
 
@@ -50,12 +51,35 @@ def test_what_a_request_leaves_open_is_as_the_model_recommends() -> None:
     assert resolved({}, SamplingDefaults()) == SamplingParams(7, seed=1)
 
 
+def test_a_token_that_is_allowed_twice_is_told_once() -> None:
+    allowed = resolved({"allowed_token_ids": [3, 5, 3]}, SamplingDefaults()).allowed_token_ids
+    assert allowed == (3, 5)
+
+
 def test_each_completion_is_resolved_once_with_its_own_length() -> None:
     body = ChatBody(messages=[], n=2, seed=5, min_tokens=3)
     limits = ServingLimits(10, 16, 100)
     got = resolve_sampling(body, SamplingDefaults(), limits, [6, 1], SeedSource(0))
     assert [one.max_tokens for one in got] == [4, 4, 9, 9]
     assert got[0].seed == got[2].seed == 5 and got[1].seed == got[3].seed != 5
+
+
+def test_what_goes_along_with_each_completion_is_bounded_over_all_of_them() -> None:
+    """128 answers with a bias for each token of a vocabulary held up a group for seconds."""
+    with live_server(limits=FrontLimits(max_entries=8)) as server, server.client() as client:
+
+        def answer(**more: Any) -> httpx.Response:
+            return client.post(COMPLETIONS, json={**PROMPT, **more})
+
+        assert answer(n=2, logit_bias={"1": 1, "2": 1, "3": 1, "4": 1}).status_code == 200
+        refused = answer(n=3, logit_bias={"1": 1, "2": 1, "3": 1})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "logit_bias"
+        assert answer(n=3, allowed_token_ids=[1] * 43).status_code == 400
+        assert answer(n=2, allowed_token_ids=[1] * 64).status_code == 200
+        prompts = answer(prompt=["a"] * 9, bad_words=["b"])
+        assert prompts.status_code == 400
+        assert "9 completions" in prompts.json()["error"]["message"]
 
 
 def test_the_models_length_is_a_chats_default(server: LiveServer, client: httpx.Client) -> None:

@@ -65,3 +65,15 @@ def test_the_next_front_finds_what_instances_have() -> None:
         process.kill()
     for files in (second, third):
         files.close()
+
+
+def test_a_descriptor_that_closes_meanwhile_hides_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process opens and closes others while it is looked at."""
+    first, second = WeightsFiles(), WeightsFiles()
+    (inode,) = fds_of(first, 0)
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: ["1000000", *real(folder)])
+    second.find([os.getpid()])
+    assert fds_of(second, 1) == [inode]
+    for files in (first, second):
+        files.close()

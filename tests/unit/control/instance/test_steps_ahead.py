@@ -230,3 +230,28 @@ def test_who_was_kept_out_by_a_full_step_begins_ahead() -> None:
     end(agent, body, work)
     end(agent, body, following)
     agent.check()
+
+
+def test_an_abort_that_crosses_the_end_of_its_request_holds_up_no_step_to_come() -> None:
+    """The inbox keeps it, because it may have overtaken its request."""
+    agent, body = agent_with(kv_units=200)
+    submit(agent, "short", 3)
+    while (work := agent.next_work(0.0)) is not None:
+        end(agent, body, work)
+    agent.on(Abort(RequestId("short")), 0.0)
+    submit(agent, "decode", 3)
+    work = begin(agent)
+    following = ahead(agent)
+    assert following is not None
+    end(agent, body, work)
+    agent.check()
+
+
+def test_an_abort_that_overtook_its_request_finds_it() -> None:
+    agent, _ = agent_with(kv_units=200)
+    agent.on(Abort(RequestId("late")), 0.0)
+    submit(agent, "other", 3)
+    submit(agent, "late", 3)
+    assert chunks_of(begin(agent)).keys() == {"other"}
+    assert not agent.inbox.waiting
+    agent.check()
