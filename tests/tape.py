@@ -10,7 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Tape(TorchDispatchMode):
+class PlainDispatchMode(TorchDispatchMode):
+    """Without what keeps torch's compiler out, which would load it: six seconds in each process."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Tape(PlainDispatchMode):
     """One recorded piece of work."""
 
     def __init__(self) -> None:
@@ -22,14 +30,17 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         assert _tensors(result), f"{func} asks the device for a value"
-        self._calls.append((func, args, kwargs or {}, _tensors(result)))
+        if not func.is_view:  # a view stays one of what is computed anew
+            self._calls.append((func, args, kwargs or {}, _tensors(result)))
         return result
 
     def replay(self) -> None:
-        for func, args, kwargs, recorded in self._calls:
-            for result, place in zip(_tensors(func(*args, **kwargs)), recorded, strict=True):
-                if result.data_ptr() != place.data_ptr():
-                    place.copy_(result)
+        """No mode sees it: each operation was looked at when it was recorded."""
+        with torch._C.DisableTorchFunction():
+            for func, args, kwargs, recorded in self._calls:
+                for result, place in zip(_tensors(func(*args, **kwargs)), recorded, strict=True):
+                    if result.data_ptr() != place.data_ptr():
+                        place.copy_(result)
 
 
 def _tensors(result: Any) -> tuple[torch.Tensor, ...]:

@@ -80,7 +80,13 @@ def _open(
         recorder = TapeRecorder()
     return EngineBody(
         InstanceId(number),
-        ModelConfig(model=str(folder), load_format="dummy", dtype="bfloat16"),
+        ModelConfig(
+            model=str(folder),
+            load_format="dummy",
+            dtype="bfloat16",
+            # Plain torch attends to all positions in a recorded step.
+            max_model_len=None if real else 64,
+        ),
         InstanceConfig(
             memory_bytes=spec.weights_bytes + (16 * GIB if real else MIB),
             block_size=64 if real else 8,

@@ -5,10 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kunserve_extras.torch_body.ops.reference import ReferenceOps
-from tests.tape import Tape
+from tests.tape import PlainDispatchMode, Tape
 
 KERNELS = {"rms_norm": 1, "gate_mul": 1, "place": 1, "attend": 3}
 KERNELS |= {"route": 3, "run_experts": 2, "sum_experts": 1}
@@ -17,7 +16,7 @@ _NOTHING = ("aten.empty", "aten.lift_fresh", "aten.detach", "aten._to_copy")
 """Memory that torch has already, and numbers of the host."""
 
 
-class Launches(TorchDispatchMode):
+class Launches(PlainDispatchMode):
     """A context. Operations of torch count as they are, but for views of what is there."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kunserve.core.ids import RequestId
 from kunserve.core.request import SamplingParams
@@ -20,6 +19,7 @@ from kunserve.engine.sampling.sampler import Sampler
 from kunserve_extras.torch_body.sampler import ROWS_AT_ONCE, TorchSampler
 from tests.examples import examples
 from tests.strict_device import DEVICE, StrictDevice, lies_on_device
+from tests.tape import PlainDispatchMode
 
 VOCAB = 3001
 EOS = 2
@@ -162,7 +162,7 @@ def test_every_kind_of_row_in_one_batch() -> None:
             output.append(found.token_id)
 
 
-class Calls(TorchDispatchMode):
+class Calls(PlainDispatchMode):
     """How often each operation of torch is asked for; views cost a device nothing."""
 
     def __init__(self) -> None:

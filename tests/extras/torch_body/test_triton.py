@@ -69,16 +69,9 @@ def interpret(*what: str) -> None:
     assert "passed" in output and "skipped" not in output
 
 
-def test_they_do_what_plain_torch_does() -> None:
-    interpret(KERNELS)
-
-
-def test_experts_do_what_they_do_on_a_cpu() -> None:
-    interpret(EXPERTS)
-
-
-def test_so_do_products_with_quantised_weights() -> None:
-    interpret(PRODUCTS)
+def test_they_do_what_plain_torch_and_a_cpu_do() -> None:
+    """One process for all, because torch and Triton take as long to load as most of them do."""
+    interpret(KERNELS, EXPERTS, PRODUCTS)
 
 
 @pytest.mark.slow

@@ -65,6 +65,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
 
     monkeypatch.setattr(output, "plot_comparison", draw)
     monkeypatch.setattr(output, "plot_violations", lambda group, path: None)
+    monkeypatch.setattr(output, "plot_loads", lambda groups, path: None)
     return drawn
 
 
@@ -84,6 +85,7 @@ def test_real_systems_run_in_turns_and_are_kept(servers: Servers, tmp_path: Path
     assert results[0].environment == {} and results[0].load_average == (0.5, 1.0)
 
 
+@pytest.mark.usefixtures("figures")
 def test_an_interrupted_comparison_goes_on_where_it_stopped(
     servers: Servers, tmp_path: Path
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_torn_line_is_run_again(is_fresh: bool, servers: Servers, tmp_path: Pa
     assert len(servers.started) == (4 if is_fresh else 1) and len(load(tmp_path)) == 4
 
 
+@pytest.mark.usefixtures("figures")
 def test_other_settings_are_run_again(servers: Servers, tmp_path: Path) -> None:
     compare(REAL, tmp_path, say=lambda text: None)
     larger = dataclasses.replace(REAL, setup=RealSetup(instance_memory="400MiB"))
@@ -187,6 +190,7 @@ def test_a_png_has_its_mark_among_its_bytes(tmp_path: Path) -> None:
     assert b"12ab 34cd" in (tmp_path / "timeline.png").read_bytes()
 
 
+@pytest.mark.usefixtures("figures")
 def test_simulations_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(num_jobs=1)
     first = compare(SMALL, tmp_path, options, say=lambda text: None)

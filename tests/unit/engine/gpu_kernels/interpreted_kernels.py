@@ -4,12 +4,10 @@
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from benchmarks.gpu_phases.kernels import exact_attention
 from kunserve.engine.attention import StepBatch
@@ -20,17 +18,9 @@ from kunserve_extras.triton_ops import ops as triton_ops
 from kunserve_extras.triton_ops.ops import TritonOps
 from kunserve_extras.triton_ops.tiles import tiles_for
 from tests.specs import model_spec
+from tests.unit.engine.gpu_kernels.interpreter import patch
 
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_for_numpy(tensor: Any, scope: Any) -> None:
-    """Bounds of a loop are arrays of one element, which NumPy 2.4 makes no integers of."""
-    _patch(tensor, scope)
-    tensor.__index__ = lambda self: int(self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = _patch_for_numpy
+patch()
 
 CPU = torch.device("cpu")
 NUM_UNITS = 40
@@ -41,6 +31,12 @@ SHAPES = [  # heads, KV heads, head_dim, block size, window
     pytest.param(7, 1, 80, 16, None, marks=pytest.mark.slow),  # so are the parts of keys below
     (8, 1, 32, 5, 3),
 ]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device is kept busy by hundreds, most of which have no part of such short sequences."""
+    monkeypatch.setattr(triton_ops, "_PROGRAMS", 16)
 
 
 def spec_of(heads: int, kv_heads: int, head_dim: int, window: int | None) -> ModelSpec:
