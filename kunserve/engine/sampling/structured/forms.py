@@ -6,6 +6,7 @@ is there, as a rule, before the logits are.
 
 import contextlib
 import functools
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,9 @@ MAX_COMPILED = 16
 """Forms that are kept compiled when no request has them."""
 MAX_WAIT_S = 10.0
 """A mask that takes longer ends its request. The library's own limits let none take a second."""
+MOST_STEP_S = 2.0
+"""Processor time of all outputs of one form in one step. Each may be within the library's limits,
+but a call may ask for 128, and all who have a form wait for each of them."""
 
 _HELD_UP = "another form has held up this one"
 
@@ -93,25 +97,25 @@ class Form:
 
         Raises FormError.
         """
-        self._forms.flush()
+        self._forms.tell()
         self._forms.wait_for(self.job)
         if self._error is not None:
             raise self._error
         return self._mask
 
     def append(self, token_id: int) -> None:
-        """The token that was chosen. The next mask is on its way from ``Forms.flush`` on."""
+        """The token that was chosen. The next mask is on its way from ``Forms.tell`` on."""
         self._forms.chosen.append((self, token_id))
 
     def _begin(self, token_ids: list[int]) -> None:
-        with self._keeping_errors():
+        with self._keeping_errors(), self._forms.charging(self._structured):
             self._shared = self._forms.find(self._structured)
             self._matcher = self._shared.deep_copy()
             self._go_on(token_ids)
 
     def advance(self, token_id: int) -> None:
         """In the thread: take the token."""
-        with self._keeping_errors():
+        with self._keeping_errors(), self._forms.charging(self._structured):
             self._go_on([token_id])
 
     def _go_on(self, token_ids: Sequence[int]) -> None:
@@ -197,6 +201,10 @@ class Forms:
         """Tokens that the thread is yet to be told of."""
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         """Least recently used first. Only the thread looks at it."""
+        self._spent_s: dict[StructuredOutput, float] = {}
+        """Processor time of each form in this step. Only the thread looks at it."""
+        self._has_worked = False
+        """The thread was asked for something in this step."""
 
     @functools.cached_property
     def no_mask(self) -> npt.NDArray[np.float32]:
@@ -219,10 +227,14 @@ class Forms:
         return Form(self, structured, output_token_ids)
 
     def flush(self) -> None:
-        """Have the thread take the tokens that were chosen and compute the masks behind them.
+        """All rows of a step are sampled: ``tell``. Before, it would only compete with that."""
+        self.tell()
+        if self._has_worked:
+            self.submit(self._spent_s.clear)
+            self._has_worked = False
 
-        Called once all rows of a step are sampled: before, it would only compete with that.
-        """
+    def tell(self) -> None:
+        """Have the thread take the tokens that were chosen and compute the masks behind them."""
         if not self.chosen:
             return
         chosen, self.chosen = self.chosen, []
@@ -237,6 +249,7 @@ class Forms:
 
     def submit(self, job: Callable[[], None]) -> Job:
         """Have the thread do it, after all that it was asked before."""
+        self._has_worked = True
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="forms")
         return Job(self._thread.submit(job), self._thread)
@@ -281,6 +294,22 @@ class Forms:
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
         return compiled
+
+    @contextlib.contextmanager
+    def charging(self, structured: StructuredOutput) -> Iterator[None]:
+        """In the thread: work for one of the form's outputs. Raises FormError if the others have
+        taken all the time that the form has in a step.
+        """
+        if self._spent_s.get(structured, 0.0) > MOST_STEP_S:
+            raise FormError(
+                f"the outputs of this form together take over {MOST_STEP_S:g} s for a token"
+            )
+        began_s = time.thread_time()
+        try:
+            yield
+        finally:
+            spent_s = time.thread_time() - began_s
+            self._spent_s[structured] = self._spent_s.get(structured, 0.0) + spent_s
 
     def drop(self, structured: StructuredOutput, compiled: LLMatcher) -> None:
         """In the thread: keep this one no longer, because its lexer may be spent."""

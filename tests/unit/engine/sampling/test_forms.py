@@ -292,6 +292,33 @@ def test_a_step_waits_once_for_what_holds_up_all_its_forms(
     forms.close()
 
 
+def test_a_form_of_many_outputs_holds_up_a_step_only_for_so_long(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whoever has another form does not pay for it. Each step has time of its own."""
+    forms = Forms(lambda: vocabulary)
+    many, other = [forms.start(FORMS["regex"], ()) for _ in range(4)], forms.start(MANY_STATES, ())
+    everybody = [*many, other]
+    monkeypatch.setattr(forms_module, "MOST_STEP_S", 1e9)
+    first = {form: int(np.flatnonzero(form.mask() == 0)[0]) for form in everybody}
+    forms.flush()
+    monkeypatch.setattr(forms_module, "MOST_STEP_S", 0.0)
+    for form in (many[0], other):  # as a step does: the next row's mask tells of the row before
+        form.append(first[form])
+        assert np.isfinite(form.mask()).any(), "the first of its form"
+    many[1].append(first[many[1]])
+    with pytest.raises(FormError, match="outputs of this form together"):
+        many[1].mask()
+    late = [forms.start(FORMS["choice"], ()) for _ in range(2)]
+    assert np.isfinite(late[0].mask()).any()
+    with pytest.raises(FormError, match="outputs of this form together"):
+        late[1].mask()
+    forms.flush()
+    many[2].append(first[many[2]])
+    assert np.isfinite(many[2].mask()).any(), "another step"
+    forms.close()
+
+
 def test_who_has_waited_in_vain_leaves_the_next_thread_alone(
     vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
