@@ -100,7 +100,7 @@ async def bad_words_of(codec: TextCodec, body: GenerationBody) -> tuple[tuple[in
     found: dict[tuple[int, ...], None] = {}
     for first, second in zip(begins, inside, strict=True):
         found[tuple(first)] = None
-        if len(second) == len(first) and second[0] != first[0]:
+        if second and len(second) == len(first) and second[0] != first[0]:
             found[tuple(second)] = None
     return tuple(found)
 

@@ -1,9 +1,10 @@
 """What becomes of a body on its way to the engine: defaults, ids, unknown fields, refusals."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Generator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -12,8 +13,10 @@ from kunserve.cluster.api import ServingLimits
 from kunserve.core.errors import MAX_QUEUED_REQS, MAX_QUEUED_TOKENS, Overloaded
 from kunserve.core.request import SamplingParams
 from kunserve.model.generation_config import SamplingDefaults
+from kunserve.server.api.prompts import bad_words_of
 from kunserve.server.api.sampling import SeedSource, resolve_sampling
 from kunserve.server.api.schema import ChatBody, CompletionBody
+from kunserve.server.api.text import TextCodec
 from kunserve.server.http.limits import FrontLimits
 from tests.unit.server.live_server import MODEL, LiveServer, live_server
 from tests.unit.server.telemetry.test_metrics import labels, samples
@@ -80,6 +83,16 @@ def test_what_goes_along_with_each_completion_is_bounded_over_all_of_them() -> N
         prompts = answer(prompt=["a"] * 9, bad_words=["b"])
         assert prompts.status_code == 400
         assert "9 completions" in prompts.json()["error"]["message"]
+
+
+def test_a_bad_word_without_any_token_bans_nothing() -> None:
+    class Codec:
+        async def encode(self, texts: list[str], **more: Any) -> list[list[int]]:
+            return [[ord(letter) for letter in text if letter in "ab"] for text in texts]
+
+    body = CompletionBody.model_validate({"prompt": "a", "bad_words": ["ab", "?"]})
+    found = asyncio.run(bad_words_of(cast(TextCodec, Codec()), body))
+    assert [word for word in found if word] == [(97, 98)]
 
 
 def test_the_models_length_is_a_chats_default(server: LiveServer, client: httpx.Client) -> None:

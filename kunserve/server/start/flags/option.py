@@ -29,7 +29,7 @@ class ByteSize(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Bytes, or a usage error that says what is accepted."""
-        match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?b)?\s*", str(value).lower())
+        match = re.fullmatch(r"\s*([\d.]{1,20})\s*([kmgt]?)(i?b)?\s*", str(value).lower())
         if match is None or match[1].count(".") > 1 or match[1] == ".":
             self.fail(f"{value!r} is no size; write for example 800MiB or 1.5GiB", param, ctx)
         base = 1000 if match[3] == "b" else 1024

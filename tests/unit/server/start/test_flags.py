@@ -47,6 +47,7 @@ def test_the_server_runs_on_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_small_number_without_a_unit_is_no_size() -> None:
     assert "write 600MiB" in refused("--instance-memory", "600")
     assert "write 1048575MiB" in refused("--kv-cache-memory-bytes", "1048575")
+    assert "is no size" in refused("--instance-memory", "9" * 400)
     assert parsed("--instance-memory", "600b").instance.memory_bytes == 600
     assert parsed("--instance-memory", "600MiB").instance.memory_bytes == 600 * MIB
     assert parsed("--kv-cache-memory-bytes", "1048576").instance.kv_cache_memory_bytes == MIB
