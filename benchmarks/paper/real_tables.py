@@ -86,20 +86,21 @@ def one_result() -> list[Row]:
 
 def rounds() -> list[Row]:
     """Both bursts below each other, with ranges."""
-    return _rounds(second=groups(SECOND)[0.06], first=groups(FIRST)[0.075])
+    return _rounds(SHOWN, second=groups(SECOND)[0.06], first=groups(FIRST)[0.075])
 
 
 def slow_rounds() -> list[Row]:
-    """The same without AVX-512."""
-    return _rounds(second=groups(SLOW_SECOND)[0.024], first=groups(SLOW_FIRST)[0.024])
+    """The same without AVX-512, and instances that share one copy of the weights."""
+    bursts = {"second": groups(SLOW_SECOND)[0.024], "first": groups(SLOW_FIRST)[0.024]}
+    return _rounds((*SHOWN, "shared"), **bursts)
 
 
-def _rounds(**bursts: AtLoad) -> list[Row]:
+def _rounds(shown: tuple[str, ...], **bursts: AtLoad) -> list[Row]:
     rows: list[Row] = []
     for word, group in bursts.items():
-        rows.append((f"{word} burst, {rate(group)}", *(f"`{system}`" for system in SHOWN)))
+        rows.append((f"{word} burst, {rate(group)}", *(f"`{system}`" for system in shown)))
         for name, (_, form) in figures(group).items():
-            found = (_cell(group, system, name) for system in SHOWN)
+            found = (_cell(group, system, name) for system in shown)
             rows.append((name, *("-" if c is None else spaced(c.shown(form)) for c in found)))
     return rows
 
