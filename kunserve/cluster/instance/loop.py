@@ -279,7 +279,6 @@ class InstanceLoop:
         self._heart.turn(is_computing=True)
         beside = None if self._beside is None else self._beside.begin_work()
         began_s = self._look()
-        outcome = StepOutcome(None, (), is_told=True)
         self._awaited_s = 0.0
         if isinstance(work.step, StepWork):
             may_last = self._long_steps.may_last(work.step.plan)
@@ -288,6 +287,7 @@ class InstanceLoop:
                 outcome = self._execute(work.step, work, look_up)
             except StepVoid as void:
                 self._give_up(str(void), began_s)
+                outcome = StepOutcome(None, (), is_told=True)
         else:
             outcome = work.run(self._body)
         ended_s = time.monotonic()

@@ -201,10 +201,10 @@ class Forms:
         """Tokens that the thread is yet to be told of."""
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
         """Least recently used first. Only the thread looks at it."""
-        self._spent_s: dict[StructuredOutput, float] = {}
-        """Processor time of each form in this step. Only the thread looks at it."""
-        self._has_worked = False
-        """The thread was asked for something in this step."""
+        self._step_s: dict[StructuredOutput, float] = {}
+        """Of this step's jobs: the processor time that each form has taken."""
+        self._spent_s = self._step_s
+        """Of the step whose job the thread is at. Only the thread looks at it."""
 
     @functools.cached_property
     def no_mask(self) -> npt.NDArray[np.float32]:
@@ -229,9 +229,7 @@ class Forms:
     def flush(self) -> None:
         """All rows of a step are sampled: ``tell``. Before, it would only compete with that."""
         self.tell()
-        if self._has_worked:
-            self.submit(self._spent_s.clear)
-            self._has_worked = False
+        self._step_s = {}
 
     def tell(self) -> None:
         """Have the thread take the tokens that were chosen and compute the masks behind them."""
@@ -249,10 +247,15 @@ class Forms:
 
     def submit(self, job: Callable[[], None]) -> Job:
         """Have the thread do it, after all that it was asked before."""
-        self._has_worked = True
+        step_s = self._step_s
+
+        def charged() -> None:
+            self._spent_s = step_s
+            job()
+
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="forms")
-        return Job(self._thread.submit(job), self._thread)
+        return Job(self._thread.submit(charged), self._thread)
 
     def wait_for(self, job: Job) -> None:
         """Until it is done. Raises FormError if that takes too long.
@@ -300,7 +303,8 @@ class Forms:
         """In the thread: work for one of the form's outputs. Raises FormError if the others have
         taken all the time that the form has in a step.
         """
-        if self._spent_s.get(structured, 0.0) > MOST_STEP_S:
+        spent_s = self._spent_s
+        if spent_s.get(structured, 0.0) > MOST_STEP_S:
             raise FormError(
                 f"the outputs of this form together take over {MOST_STEP_S:g} s for a token"
             )
@@ -308,8 +312,8 @@ class Forms:
         try:
             yield
         finally:
-            spent_s = time.thread_time() - began_s
-            self._spent_s[structured] = self._spent_s.get(structured, 0.0) + spent_s
+            took_s = time.thread_time() - began_s
+            spent_s[structured] = spent_s.get(structured, 0.0) + took_s
 
     def drop(self, structured: StructuredOutput, compiled: LLMatcher) -> None:
         """In the thread: keep this one no longer, because its lexer may be spent."""
