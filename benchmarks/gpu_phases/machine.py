@@ -20,7 +20,7 @@ from tests.specs import model_spec
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FAKE_GRANULARITY_BYTES = 8 * KIB
-_REHEARSED_ROUNDS = 2
+REHEARSED_ROUNDS = 2
 """Of whatever is timed, at most: times of the stand-in say nothing."""
 
 
@@ -99,7 +99,7 @@ class Machine:
 
         A rehearsal asks for fewer rounds.
         """
-        rounds = rounds if self.is_real else min(rounds, _REHEARSED_ROUNDS)
+        rounds = rounds if self.is_real else min(rounds, REHEARSED_ROUNDS)
         work()
         self.synchronize()
         whole, asked = [], []

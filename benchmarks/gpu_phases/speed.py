@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.kernels import operations
-from benchmarks.gpu_phases.machine import GIB, KIB, MIB, SHAPES, Machine
+from benchmarks.gpu_phases.machine import GIB, KIB, MIB, REHEARSED_ROUNDS, SHAPES, Machine
 from benchmarks.gpu_phases.smoke import recorder_on
 from benchmarks.report import Report, Setting
 from kunserve.core.ids import RequestId
@@ -129,7 +129,7 @@ def _mixed(
 
 def _layers_s(machine: Machine, decoder: TorchDecoder, num: int) -> float:
     """All layers of a step, asked for without waiting in between: the device never idles."""
-    graphs, rounds = decoder._recorded[0][0], 10 if machine.is_real else 2
+    graphs, rounds = decoder._recorded[0][0], 10 if machine.is_real else REHEARSED_ROUNDS
     assert graphs is not None
     rows = graphs.rows_for(num)
     assert rows is not None

@@ -303,8 +303,7 @@ class CudaBackend(OneMemory):
     def mark(self) -> Wait:
         """See ``Backend``."""
         hops, wait = self._hops, self._mark()
-        reads = hops.mark() if isinstance(hops, Hops) else []
-        if not (isinstance(hops, Hops) and reads):
+        if not isinstance(hops, Hops) or not (reads := hops.mark()):
             return wait
 
         def wait_and_tell(look_up: Callable[[], None] | None) -> None:

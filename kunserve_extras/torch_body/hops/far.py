@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from kunserve.core.faults import StepVoid
 from kunserve.engine.cpu.hidden_rows import HiddenRows
-from kunserve_extras.torch_body.hops.lost import LostRows
 from kunserve_extras.torch_body.hops.pipes import (
     GIVES,
     TAKES,
@@ -36,6 +35,7 @@ from kunserve_extras.torch_body.hops.pipes import (
     open_pipe,
     open_store,
 )
+from kunserve_extras.torch_body.hops.rows import LostRows, with_behind
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ class FarHops:
             return None
         if isinstance(behind, FarTicket) and behind.num_rows:
             return behind.to_bytes()
-        return None if behind is None else _with(hidden, behind)
+        return None if behind is None else with_behind(hidden, behind.to_bytes())
 
     def give_ahead(self, hidden: torch.Tensor, to: str) -> memoryview | None:
         """Never: a step here reads what is there already."""
@@ -352,12 +352,3 @@ class FarHops:
         """Nothing may be under way."""
         for end in (*self._giving.values(), *self._taking.values()):
             end.close()
-
-
-def _with(hidden: torch.Tensor, behind: Behind) -> memoryview:
-    end = behind.to_bytes()
-    whole = torch.empty(hidden.nbytes + end.nbytes, dtype=torch.uint8)
-    whole[: hidden.nbytes].copy_(hidden.view(torch.uint8).flatten())
-    data = memoryview(whole.numpy())
-    data[hidden.nbytes :] = end
-    return data

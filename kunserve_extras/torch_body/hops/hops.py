@@ -33,9 +33,8 @@ from kunserve_extras.torch_body.hops.lanes import (
     Lane,
     Ticket,
     parted,
-    with_note,
 )
-from kunserve_extras.torch_body.hops.lost import LostRows
+from kunserve_extras.torch_body.hops.rows import LostRows, with_behind
 from kunserve_extras.torch_body.hops.ways import Way
 
 logger = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ class Hops:
         ticket = self._write(hidden, to)
         if ticket is None or not ticket.is_note:
             return None if ticket is None else ticket.to_bytes()
-        return with_note(hidden, ticket)
+        return with_behind(hidden, ticket.to_bytes())
 
     def give_ahead(self, hidden: torch.Tensor, to: str) -> memoryview | None:
         """The same of hidden states that the device has only been asked for. Never waits for it.

@@ -78,15 +78,6 @@ class Ticket(NamedTuple):
         return cls(*numbers) if mark == _TICKET_MARK else None
 
 
-def with_note(hidden: torch.Tensor, note: Ticket) -> memoryview:
-    """Bytes of hidden states for the wire, and the note behind them."""
-    whole = torch.empty(hidden.nbytes + TICKET_BYTES, dtype=torch.uint8)
-    whole[:-TICKET_BYTES].copy_(hidden.view(torch.uint8).flatten())
-    data = memoryview(whole.numpy())
-    data[-TICKET_BYTES:] = note.to_bytes()
-    return data
-
-
 def parted(
     data: bytes | bytearray | memoryview, row_bytes: int
 ) -> tuple[memoryview, Ticket | None]:
