@@ -36,9 +36,9 @@ print("ready", flush=True)
 for line in sys.stdin:
     rows = hops.take(bytes.fromhex(line)).tensor(torch.bfloat16)
     back = hops.give(rows + 1, there)
-    reads = hops.mark()
+    reads = hops.reads.mark()
     rows.sum().item()
-    hops.ended(reads)
+    hops.reads.ended(reads)
     print("" if back is None else bytes(back).hex(), flush=True)
 hops.close()
 """
@@ -126,9 +126,9 @@ def _times(
         if landed is None:
             continue  # its way back is not there yet
         rows = landed.tensor(torch.bfloat16)
-        reads = hops.mark()
+        reads = hops.reads.mark()
         first = float(rows.min().item())
-        hops.ended(reads)
+        hops.reads.ended(reads)
         times_s.append(time.perf_counter() - began_s)
         assert first == number % 7 + 1.0, (first, number)
     return times_s

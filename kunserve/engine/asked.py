@@ -10,6 +10,7 @@ from kunserve.core.step import SampledToken
 from kunserve.engine.backend import Wait
 from kunserve.engine.cpu.decoder import StepBatch
 from kunserve.engine.cpu.hidden_rows import Hidden, HiddenRows
+from kunserve.engine.ways_ahead import FedTokens
 
 
 class Asked(NamedTuple):
@@ -19,6 +20,8 @@ class Asked(NamedTuple):
     batch: StepBatch
     hidden: Hidden | None
     """What it reads of the stage before."""
+    fed: FedTokens | None
+    """What it reads of the last stage."""
     states: torch.Tensor | None
     """[T, hidden] behind the stage's layers; None where only tokens are asked for."""
     take: Callable[[], tuple[SampledToken, ...]]
@@ -27,11 +30,5 @@ class Asked(NamedTuple):
 
     def await_input(self, look_up: Callable[[], None] | None = None) -> bool:
         """Return when it is there; False if it never will be, and the step is void."""
-        return not isinstance(self.hidden, HiddenRows) or self.hidden.await_all(look_up)
-
-    @property
-    def states_to_come(self) -> torch.Tensor | None:
-        """For the next stage, which may wait for them. None of a step that is void: whoever waits
-        could not see that. So this waits for the input.
-        """
-        return None if self.work.is_last or not self.await_input() else self.states
+        read = self.hidden if isinstance(self.hidden, HiddenRows) else self.fed
+        return read is None or read.await_all(look_up)

@@ -27,6 +27,7 @@ from kunserve.engine.memory.weights_file import SharedWeights, WeightsFile
 from kunserve.engine.memory.wrap import wrap
 from kunserve.engine.sampling.sampler import Sampler
 from kunserve.engine.sampling.structured.forms import Forms
+from kunserve.engine.ways_ahead import NO_WAYS, WaysAhead
 from kunserve.engine.weights.formats import shape_of
 from kunserve.engine.weights.layout import WeightLayout
 from kunserve.engine.weights.loader import WeightLoader, packed_weights
@@ -75,6 +76,8 @@ class Backend(Protocol):
     """Whether matrices lie in panels. So all instances of a cluster have them, or none."""
     rows_are_alike: bool
     """Whether a token's bits are the same whichever of its sequence's are computed with it."""
+    ahead: WaysAhead
+    """Past hosts to other stages, once ``open_hops`` was called."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -149,13 +152,6 @@ class Backend(Protocol):
         """For the links: bytes of ``hidden``, or where they were written at the peer ``to``."""
         ...
 
-    def give_ahead(self, hidden: torch.Tensor, to: str) -> memoryview | None:
-        """For the links: where the device will write them at the peer, once it has computed them.
-
-        None where nobody could wait for that.
-        """
-        ...
-
     def take(self, data: bytes | bytearray | memoryview, row_bytes: int) -> HiddenRows:
         """The inverse."""
         ...
@@ -174,6 +170,7 @@ class OwnDecoders:
     """The part of ``Backend`` that is alike where our decoders compute."""
 
     hop_rows = 1
+    ahead: WaysAhead = NO_WAYS
     kept: Kept = NOTHING_KEPT
     """What they compute with as it is stored."""
 
@@ -191,10 +188,6 @@ class OwnDecoders:
     def give(self, hidden: Hidden | Part, to: str) -> memoryview:
         """See ``Backend``."""
         return bytes_of(hidden)
-
-    def give_ahead(self, hidden: torch.Tensor, to: str) -> memoryview | None:
-        """See ``Backend``."""
-        return None
 
     def take(self, data: bytes | bytearray | memoryview, row_bytes: int) -> HiddenRows:
         """See ``Backend``."""

@@ -15,7 +15,7 @@ from kunserve.control.instance.body import (
 )
 from kunserve.core.config import InstanceConfig, ModelConfig, SchedulerConfig
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.kv_blocks import KvBlocks, KvRing
+from kunserve.core.kv_blocks import KvRing
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
 from kunserve.core.snapshots import InstanceSpec
@@ -23,7 +23,7 @@ from kunserve.core.step import SampledRow, SampledToken
 from kunserve.engine.asked import Asked
 from kunserve.engine.attention import TORCH_DTYPES
 from kunserve.engine.backend import Backend, CpuBackend
-from kunserve.engine.cpu.decoder import LOGIT_ROWS, FusedDecoder, StepBatch, StepLimits
+from kunserve.engine.cpu.decoder import FusedDecoder, StepBatch
 from kunserve.engine.cpu.ends import Largest
 from kunserve.engine.cpu.hidden_rows import Hidden, HiddenRows, rows_of, tensor_of
 from kunserve.engine.cpu.split_head import (
@@ -38,17 +38,17 @@ from kunserve.engine.host_kv import ask_copies
 from kunserve.engine.memory.account import account_of, check_length
 from kunserve.engine.memory.free_memory import beside_bytes
 from kunserve.engine.memory.memory import Memory
-from kunserve.engine.memory.memory_plan import MemoryPlan
 from kunserve.engine.memory.ring_tables import RingTables
 from kunserve.engine.sampling.prompt_scorer import PromptScorer
 from kunserve.engine.sampling.structured.forms import Forms
 from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
 from kunserve.engine.step_batch import build_batch, entry_bounds
+from kunserve.engine.step_bounds import most_of_any_step, step_limits
+from kunserve.engine.ways_ahead import WaysAhead
 from kunserve.engine.weights.readers import open_reader
 from kunserve.model.config import read_eos_ids
 from kunserve.model.sharding import spread_over_ranks
 from kunserve.model.source import ModelSource, resolve_model
-from kunserve.model.spec import ModelSpec
 from kunserve.model.vocabulary import tokenizer_json
 from kunserve.transport.bulk.movable_memory import WriteGate
 
@@ -82,9 +82,9 @@ class EngineBody:
         self.model = backend.shape(source, model)
         self.model = spread_over_ranks(self.model, instance)
         self._maps_when_idle = instance.map_when_idle
-        most = _most_of_any_step(self.model, model, scheduler)
+        most = most_of_any_step(self.model, model, scheduler)
         instance = backend.settle(self.model, instance, most)
-        limits = _step_limits(self.model, instance, ring, most)
+        limits = step_limits(self.model, instance, ring, most)
         reader = open_reader(source, self.model, model.seed)
         buffer_bytes = backend.buffer_bytes(self.model, limits)
         self.memory: Memory = backend.open_memory(instance_id, self.model, instance, buffer_bytes)
@@ -121,6 +121,11 @@ class EngineBody:
         beside = beside_bytes(self.other_pids)
         buffer_bytes = self._decoder.buffer_bytes
         self.account = account_of(self.memory, self._spec, self.model, buffer_bytes, beside, load_s)
+
+    @property
+    def ahead(self) -> WaysAhead:
+        """Past hosts to other stages."""
+        return self._backend.ahead
 
     @property
     def computes_aside(self) -> bool:
@@ -167,18 +172,31 @@ class EngineBody:
 
         A step that ``feeds`` on the one before may be launched before that is collected.
         """
-        return self._ask(work, self._begin(work), hidden, look_up)
+        batch, fed = self._begin(work), None
+        if work.awaits_tokens:
+            assert work.feeds is not None and work.feeds_on is not None
+            fed = self.ahead.read_tokens(work.feeds_on, 1 + int(work.feeds.max()))
+        if work.feeds is not None:
+            sampled = None if fed is None else fed.tokens
+            batch.fed = self._sampler.feed(work.feeds, work.token_ids, sampled)
+        return self._ask(work, batch, hidden, look_up)._replace(fed=fed)
 
     def feeds_back(self, sampling: SamplingParams) -> bool:
         """Whether steps may run ahead of such a request's tokens."""
+        return self._may_run_ahead and self._sampler.chooses_alone(sampling)
+
+    def reads_ahead(self, hidden: Hidden) -> bool:
+        """Whether a step may now be launched that reads these of the stage before."""
+        return self._may_run_ahead and isinstance(hidden, HiddenRows) and hidden.may_come_later
+
+    @property
+    def _may_run_ahead(self) -> bool:
         aliases = self.memory.shards[0].arena.num_aliases
-        if not self._backend.runs_ahead or aliases or self._host.is_copying:
-            return False
-        return self._sampler.chooses_alone(sampling)
+        return self._backend.runs_ahead and not (aliases or self._host.is_copying)
 
     def _begin(self, work: StepWork) -> StepBatch:
         """The step's batch, and memory as the step expects it."""
-        if work.feeds is None:  # else the step before may still read
+        if not work.is_ahead:  # else the step before may still read
             if self.memory.shards[0].arena.num_aliases:
                 self._host.wait()  # nothing is unmapped beside copies
             for shard in self.memory.shards:
@@ -190,8 +208,6 @@ class EngineBody:
         assert own.backs(bounds, work.layers), (own.held, work.layers, bounds)
         if self._ring_tables is not None:
             batch = self._ring_tables.spread(batch)
-        if work.feeds is not None:
-            batch.fed = self._sampler.feed(work.feeds, work.token_ids)
         self._decoder.set_layers(work.layers)
         return batch
 
@@ -205,7 +221,7 @@ class EngineBody:
         assert (hidden is None) == work.is_first, work.is_first
         take = self._ask_whole(work, batch, look_up)
         if take is not None:
-            return Asked(work, batch, None, None, take, self._backend.mark())
+            return Asked(work, batch, None, None, None, take, self._backend.mark())
         if hidden is None:
             states = self._decoder.embed(batch)
         else:
@@ -217,7 +233,7 @@ class EngineBody:
         self._start(work)
         if work.is_last and not work.gives_rows:
             take = self._sample(work, batch, states)
-        return Asked(work, batch, hidden, states, take or tuple, self._backend.mark())
+        return Asked(work, batch, hidden, None, states, take or tuple, self._backend.mark())
 
     def _ask_whole(
         self, work: StepWork, batch: StepBatch, look_up: Callable[[], None] | None
@@ -236,14 +252,28 @@ class EngineBody:
         logits, found = asked
         return self._sampler.ask(logits, *self._positions(work.plan.sampled_rows), found)
 
-    def await_input(self, asked: Asked, look_up: Callable[[], None] | None = None) -> None:
-        """Return when the stage before has written what the step reads, or never will."""
-        asked.await_input(look_up)
+    def await_input(self, asked: Asked, look_up: Callable[[], None] | None = None) -> bool:
+        """Return when other stages have written what the step reads; False if they never will."""
+        return asked.await_input(look_up)
 
-    def pass_on(self, asked: Asked, to: str) -> memoryview | None:
-        """As ``hidden_to_bytes`` of what the step will give, if the peer can wait for that."""
-        states = asked.states_to_come
-        return None if states is None else self._backend.give_ahead(states, to)
+    def write_ahead(self, asked: Asked, to: str) -> memoryview | None:
+        """As ``hidden_to_bytes`` of what the step will give, if the peer can wait for that.
+
+        Before another step is launched.
+        """
+        if asked.states is None or asked.work.is_last:
+            return None
+        return self.ahead.give_ahead(asked.states, to)
+
+    def write_tokens(self, asked: Asked, to: str) -> memoryview | None:
+        """Have the device write the step's tokens where the leader's next ones read them.
+
+        What tells where goes with the tokens. Before another step is launched.
+        """
+        plan = asked.work.plan
+        if not (asked.work.is_last and plan.samples):
+            return None
+        return self.ahead.write_tokens(self._sampler.asked, to, plan.group_id, plan.step_id)
 
     def collect(self, asked: Asked, look_up: Callable[[], None] | None = None) -> StepOutcome:
         """What a step gave that was launched, once it is computed. In the order of launches.
@@ -415,27 +445,3 @@ class EngineBody:
         self._forms.close()
         self._host.close()
         self.memory.close()
-
-
-def _most_of_any_step(
-    spec: ModelSpec, model: ModelConfig, scheduler: SchedulerConfig | None
-) -> StepLimits:
-    """The largest step that the scheduler may form, whatever memory there is."""
-    if scheduler is None:
-        return StepLimits(0, 0, 0)
-    num_tokens = scheduler.max_num_batched_tokens
-    return StepLimits(
-        num_tokens=num_tokens,
-        num_sampled=min(num_tokens, max(scheduler.max_num_seqs, LOGIT_ROWS)),
-        num_positions=model.max_model_len or spec.max_position,
-        num_seqs=scheduler.max_num_seqs,
-    )
-
-
-def _step_limits(
-    spec: ModelSpec, instance: InstanceConfig, ring: KvRing | None, most: StepLimits
-) -> StepLimits:
-    """The same, of requests that fit."""
-    num_blocks = MemoryPlan.of(spec, instance).kv_units // spec.num_layers
-    fits = KvBlocks(instance.block_size, ring).tokens_in(num_blocks)
-    return replace(most, num_positions=min(most.num_positions, fits))

@@ -60,8 +60,6 @@ class TorchSampler(Sampler):
         self._allowed = AllowedTokens(vocab_size, device)
         self._histories = Histories(device)
         self._rows: dict[RequestId, DeviceRow] = {}
-        self._last: list[torch.Tensor] = []
-        """Tokens [n] that were asked for last, in the order of their rows."""
         self._batches: dict[tuple[RequestId, ...], Batch] = {}
         """Of the last steps, since a request came or went. Several stages have one each."""
 
@@ -128,7 +126,7 @@ class TorchSampler(Sampler):
             batch = self._batch_of(tuple(request_ids[some]))
             largest = None if found is None else (found[0][some], found[1][some])
             asked.append(self._ask_batch(batch, logits[some], positions[some], largest))
-        self._last = [one.tokens for one in asked]
+        self.asked = [one.tokens for one in asked]
 
         def take() -> tuple[SampledToken, ...]:
             sampled = tuple([token for one in asked for token in self._take_batch(one)])
@@ -138,10 +136,13 @@ class TorchSampler(Sampler):
         return take
 
     def feed(
-        self, places: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32] | None
+        self,
+        places: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int32] | None,
+        sampled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``Sampler.feed``. The known tokens go there too, behind those that were asked for."""
-        at, parts = places.astype(np.int64), self._last
+        """See ``Sampler.feed``. The known tokens go there too, behind those that were sampled."""
+        at, parts = places.astype(np.int64), self.asked if sampled is None else [sampled]
         if token_ids is None:
             sent = self._sender.send({"at": at})
         else:

@@ -5,6 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 from kunserve.control.instance.body import StepOutcome, StepWork
+from kunserve.core.ids import GroupId
+
+
+class NoTokensAhead:
+    """See ``TokensAhead``."""
+
+    def feeds_from(self, group_id: GroupId) -> bool:
+        """Never."""
+        return False
+
+    def stop_waiting(self) -> None:
+        """Nobody does."""
 
 
 class ComputesAtOnce(ABC):
@@ -20,12 +32,22 @@ class ComputesAtOnce(ABC):
         """Compute at once what ``collect`` gives."""
         return self.execute(work, *given)
 
-    def await_input(self, asked: StepOutcome, look_up: Callable[[], None] | None = None) -> None:
-        """It was there."""
-        assert asked is not None
+    ahead: Any = NoTokensAhead()
 
-    def pass_on(self, asked: StepOutcome, to: str) -> memoryview | None:
+    def await_input(self, asked: StepOutcome, look_up: Callable[[], None] | None = None) -> bool:
+        """It was there."""
+        return asked is not None
+
+    def reads_ahead(self, hidden: Any) -> bool:
+        """As a device does."""
+        return True
+
+    def write_ahead(self, asked: StepOutcome, to: str) -> memoryview | None:
         """Nobody here waits for hidden states."""
+        return None
+
+    def write_tokens(self, asked: StepOutcome, to: str) -> memoryview | None:
+        """Or for tokens."""
         return None
 
     def collect(self, asked: StepOutcome, look_up: Callable[[], None] | None = None) -> StepOutcome:

@@ -12,9 +12,21 @@ from typing import Any
 from kunserve.control.cluster.commands import Client
 from kunserve.control.cluster.controller import Controller
 from kunserve.control.cluster.requests.quarantine import Blame
+from kunserve.control.instance.body import StepOutcome, StepWork
 from kunserve.control.instance.work import Work
 from kunserve.core.ids import InstanceId, RequestId
-from kunserve.core.messages import Connect, Event, Form, LinkBroken, Message, Ready, Rejoin, Submit
+from kunserve.core.messages import (
+    Activation,
+    Connect,
+    Event,
+    Form,
+    LinkBroken,
+    Message,
+    Ready,
+    Rejoin,
+    Sampled,
+    Submit,
+)
 from kunserve.core.plan import Plan
 from kunserve.core.request import Request
 from kunserve.core.snapshots import InstanceSpec
@@ -32,7 +44,7 @@ from kunserve_lab.world.actions import (
     RunAhead,
     StartStep,
 )
-from kunserve_lab.world.fake_body import FakeBody, FakeModel
+from kunserve_lab.world.fake_body import Board, FakeBody, FakeModel
 from kunserve_lab.world.mover import Pull, WorldMover
 from kunserve_lab.world.world import Address, Member, Watcher, World
 
@@ -56,7 +68,7 @@ class ChosenMember(Member):
         self.ahead: Work | None = None
         """The step behind it, whose inputs are what it samples."""
         self.was_asked = False
-        """Whether there can be one."""
+        """Whether there can be one, since tokens came last."""
         self.process = process
         self.known: set[InstanceId] = set()
         """Peers that it has been told of: it sends to no others, and lets no others in."""
@@ -95,6 +107,7 @@ class ChosenWorld(World[ChosenMember]):
         """Instances that do not know of the present front yet."""
         self._num_processes = 0
         self._model = model
+        self._board: Board = {}
         self._specs = {spec.instance_id: spec for spec in specs}
         self.links: dict[tuple[Address, Address], deque[Letter]] = {}
         """Letters on their way, by sender and addressee, in order."""
@@ -110,6 +123,7 @@ class ChosenWorld(World[ChosenMember]):
         self._num_processes += 1
         body = FakeBody(self._specs[instance_id], self._model)
         body.num_late_steps = self.num_late_steps
+        body.board = self._board
         return ChosenMember(self, body, b"%d" % self._num_processes)
 
     def start_ordered(self, instance_id: InstanceId) -> None:
@@ -224,9 +238,10 @@ class ChosenWorld(World[ChosenMember]):
         ]
         for instance_id, member in self.members.items():
             if member.work is not None:
-                if self.runs_ahead and not member.was_asked:
+                if self.runs_ahead and member.ahead is None and not member.was_asked:
                     found.append(RunAhead(instance_id))
-                found.append(FinishStep(instance_id))
+                if self._has_tokens(member.work) or member.agent.forming.is_asked:
+                    found.append(FinishStep(instance_id))
             elif member.agent.has_ready_work():
                 found.append(StartStep(instance_id))
             if member.agent.is_preparing:
@@ -256,13 +271,18 @@ class ChosenWorld(World[ChosenMember]):
                 member.work, member.was_asked = self.begin_step(member), False
             case RunAhead(instance_id):
                 member = self.members[instance_id]
-                member.ahead, member.was_asked = self.begin_ahead(member), True
+                member.ahead = member.agent.next_ahead(self.now_s, member.body)
+                member.was_asked = True
             case FinishStep(instance_id):
                 member = self.members[instance_id]
                 work, member.work, member.ahead = member.work, member.ahead, None
                 member.was_asked = False
                 assert work is not None
-                self.end_step(member, work)
+                if self._has_tokens(work):
+                    self.end_step(member, work)
+                else:  # and they never will be there
+                    void = StepOutcome(None, (), is_told=True)
+                    member.agent.finished(work, void, self.now_s)
             case MapMore(instance_id):
                 self.members[instance_id].agent.prepare(self.now_s)
             case CompletePull(instance_id, index, fails):
@@ -272,6 +292,14 @@ class ChosenWorld(World[ChosenMember]):
                 ok = self.land(member, pull, fails=fails or not is_known)
                 self.end_pull(member, pull.what, ok)
         self.collect_mail()
+
+    def _has_tokens(self, work: Work) -> bool:
+        """Whether those are sampled that the step feeds on, if it feeds on any."""
+        step = work.step
+        if not isinstance(step, StepWork) or not step.awaits_tokens:
+            return True
+        assert step.feeds_on is not None, step
+        return (step.plan.group_id, step.feeds_on) in self._board
 
     def pull_began(self, pull: Pull) -> None:
         """A pull sets out."""
@@ -384,6 +412,8 @@ class ChosenWorld(World[ChosenMember]):
             return
         if isinstance(message, Form):
             member.outgoing.begin_anew()
+        if isinstance(message, Sampled | Activation):
+            member.was_asked = False
         hidden = None if letter.hidden is None else FakeBody.hidden_from_bytes(letter.hidden)
         self.tell(src, member, message, hidden)
         if member.agent.is_stopping:

@@ -27,7 +27,7 @@ from kunserve.control.instance.body import (
     StepWork,
     UnitCopy,
 )
-from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.ids import GroupId, InstanceId, RequestId, StepId
 from kunserve.core.kv_blocks import KvRing
 from kunserve.core.layout import LayerRange
 from kunserve.core.prompt_scores import PromptScores, pack_scores
@@ -54,6 +54,9 @@ from kunserve_lab.world.viewed_memory import ViewedMemory
 __all__ = ["FakeBody", "FakeModel", "expected_scores", "expected_tokens", "fake_spec"]
 
 Uint8Array = npt.NDArray[np.uint8]
+Board = dict[tuple[GroupId, StepId], tuple[SampledToken, ...]]
+"""What steps have sampled, for those that run ahead: one for all instances, as memory that their
+devices share."""
 CONTENT_BYTES = 8
 """KV of one token at one layer."""
 
@@ -124,7 +127,7 @@ class FakeBody(ComputesAtOnce, ViewedMemory):
         """Layers whose bytes may have changed since a step last used them."""
         self._starts: dict[RequestId, SequenceStart] = {}
         self._history: dict[RequestId, list[int]] = {}
-        self._sampled: tuple[SampledToken, ...] = ()  # by the last step
+        self.board: Board = {}
         self.host = FakeHost(self)
         self.load_layers(self._whole)
 
@@ -192,8 +195,9 @@ class FakeBody(ComputesAtOnce, ViewedMemory):
         rows = outputs[[i for e, n in zip(ends, counts, strict=True) for i in range(e - n, e)]]
         if work.gives_rows:
             return StepOutcome(rows, (), scores)
-        self._sampled = tuple(self._sample(work, rows))
-        return StepOutcome(None, self._sampled, scores)
+        tokens = tuple(self._sample(work, rows))
+        self.board[work.plan.group_id, work.plan.step_id] = tokens
+        return StepOutcome(None, tokens, scores)
 
     def feeds_back(self, sampling: SamplingParams) -> bool:
         """As a device does, but for what only its host knows."""
@@ -218,7 +222,9 @@ class FakeBody(ComputesAtOnce, ViewedMemory):
     def _embed(self, work: StepWork) -> Uint64Array:
         token_ids = work.token_ids
         if work.feeds is not None:
-            fed = [0 if n < 0 else self._sampled[n].token_id for n in work.feeds.tolist()]
+            assert work.feeds_on is not None, work.plan
+            sampled = self.board.get((work.plan.group_id, work.feeds_on), ())
+            fed = [0 if n < 0 else sampled[n].token_id for n in work.feeds.tolist()]
             token_ids = np.array(fed, dtype=np.int32) + (0 if token_ids is None else token_ids)
         assert token_ids is not None and len(token_ids) == work.plan.num_tokens
         positions = np.concatenate(

@@ -269,10 +269,6 @@ class World(ABC, Generic[M]):
         self.happened("start", member.instance_id)
         return member.agent.next_work(self.now_s)
 
-    def begin_ahead(self, member: M) -> Work | None:
-        """It looks for the step behind the one that runs."""
-        return member.agent.next_ahead(self.now_s, lambda sampling: sampling.structured is None)
-
     def end_step(self, member: M, work: Work) -> None:
         """Its step has ended."""
         self.happened("finish", member.instance_id)

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from kunserve.cluster.instance.beside_clock import BesideClock
 from kunserve.cluster.instance.exchange_pause import ExchangePause
@@ -22,7 +21,7 @@ from kunserve.control.instance.work import Work
 from kunserve.core.config import ClusterConfig
 from kunserve.core.faults import MachineFailed, StepVoid
 from kunserve.core.ids import GroupId, InstanceId, RequestId
-from kunserve.core.messages import Activation, Alive, LinkBroken, Ready
+from kunserve.core.messages import Alive, LinkBroken, Ready
 from kunserve.core.step import StepPlan
 from kunserve.transport.peers.links import PeerLinks
 from kunserve.transport.wire.channel import InstanceChannel
@@ -120,8 +119,6 @@ class InstanceLoop:
         self._long_steps = LongSteps()
         self._config = config
         self._next_report_s = 0.0
-        self._runs_ahead = False
-        """A step has been asked for that nobody has waited for."""
         self._awaited_s = 0.0
         """Of the last step: until the stage before had written what it reads."""
         self._void: tuple[GroupId, float] | None = None
@@ -129,6 +126,11 @@ class InstanceLoop:
         self._plan: StepPlan | None = None
         """Of the step that runs, or that has failed."""
         self._pause = ExchangePause()
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether a step has been asked for that nobody has waited for."""
+        return False
 
     @property
     def requests_of_step(self) -> tuple[RequestId, ...]:
@@ -337,70 +339,3 @@ class InstanceLoop:
             work = self._agent.next_work(time.monotonic())
             assert work is not None
             self._run(work)
-
-
-class DeviceLoop(InstanceLoop):
-    """For a body that computes beside this thread, on a device.
-
-    What a turn promises is the same but for the front's part, tokens above all: if there is a next
-    step it is sent while the device computes that, so that the device does not wait for it; else
-    before the turn ends. Where the agent can form the step after that one, too, the device is asked
-    for it at once, and the next turn waits for it. An exchange takes nothing that the device needs,
-    so steps go on. The next stage hears of a microbatch as soon as the device has all that it
-    computes it from, if that one's device can wait for the rest.
-    """
-
-    _ahead: tuple[Work, Any] | None = None
-    """What the body was asked for behind the step that ran last, and its answer."""
-
-    def _send(self, *, begins: bool = False) -> None:
-        self._post.send()
-        if not (begins or self._runs_ahead or self._agent.has_ready_work()):
-            self._post.send_to_front()
-
-    def _gives_way(self) -> bool:
-        return False
-
-    def _next_work(self) -> Work | None:
-        return super()._next_work() if self._ahead is None else self._ahead[0]
-
-    def _execute(
-        self, step: StepWork, work: Work, look_up: Callable[[], None] | None
-    ) -> StepOutcome:
-        body, ahead = self._body, self._ahead
-        asked = body.launch(step, work.hidden, look_up) if ahead is None else ahead[1]
-        self._ahead = None
-        is_told = work.hidden is None and self._pass_on(step, asked)
-        self._meanwhile()
-        following = None
-        maps_next = self._agent.is_preparing and body.maps_when_idle
-        if not (self._post.has_no_front or maps_next):
-            following = self._agent.next_ahead(time.monotonic(), body.feeds_back)
-        if following is not None:
-            assert isinstance(following.step, StepWork)
-            self._ahead = following, body.launch(following.step, None)
-        self._runs_ahead = following is not None
-        if work.hidden is not None:
-            launched_s = time.monotonic()
-            body.await_input(asked, look_up)
-            self._awaited_s = time.monotonic() - launched_s
-            is_told = self._pass_on(step, asked)
-        outcome = body.collect(asked, look_up)
-        return replace(outcome, is_told=True) if is_told else outcome
-
-    def _pass_on(self, step: StepWork, asked: Any) -> bool:
-        membership = self._agent.membership
-        if membership is None or membership.following is None:
-            return False
-        return self._post.pass_on(membership.following, Activation(step.plan), asked)
-
-    def _prepare(self) -> None:
-        if self._runs_ahead:
-            return
-        if self._body.maps_when_idle or not self._agent.has_ready_work():
-            super()._prepare()
-
-    def _meanwhile(self) -> None:
-        self._post.send_to_front()
-        if self._agent.is_preparing and not self._body.maps_when_idle:
-            super()._prepare()

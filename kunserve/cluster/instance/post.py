@@ -15,7 +15,7 @@ from kunserve.cluster.instance.prepare_gate import PrepareGate
 from kunserve.cluster.instance.wired_body import WiredBody
 from kunserve.cluster.trace import InstanceTrace
 from kunserve.control.instance.agent import InstanceAgent
-from kunserve.core.ids import InstanceId
+from kunserve.core.ids import GroupId, InstanceId, StepId
 from kunserve.core.messages import (
     Activation,
     Connect,
@@ -29,7 +29,9 @@ from kunserve.core.messages import (
     Prepare,
     Ready,
     Rollback,
+    Sampled,
 )
+from kunserve.core.step import StepPlan
 from kunserve.core.transfer import KvPull
 from kunserve.transport.bulk.sink import Pulled
 from kunserve.transport.peers.links import PeerLinks
@@ -84,6 +86,8 @@ class Post:
         """A new front has been told where this instance stands, and will have it form a group."""
         self._trace = trace
         self._to_front: list[Message] = []
+        self._words: dict[tuple[GroupId, StepId], memoryview] = {}
+        """Of steps whose tokens are not sent yet."""
         self.read_s = 0.0
         """When all mail was read last."""
         self._poller = zmq.Poller()
@@ -135,6 +139,7 @@ class Post:
                     continue
                 case Form():
                     self._gate.clear()
+                    self._words.clear()
                     self._awaits_group = False
                     self._peers.begin_anew()
             agent.on(message, now_s)
@@ -173,6 +178,9 @@ class Post:
         """What came beside a message, as the body wants it."""
         if payload is None or isinstance(message, HeadPart):
             return payload  # ``Body.sample`` takes parts of the output head as they come
+        if isinstance(message, Sampled):
+            self._body.ahead.tokens_come(payload, message.result.group_id, message.result.step_id)
+            return None
         return self._body.hidden_from_bytes(payload)
 
     # What goes
@@ -189,8 +197,11 @@ class Post:
                 payload = None
                 if hidden is not None:
                     payload = self._body.hidden_to_bytes(hidden, self._peers.where(dst))
+                elif isinstance(message, Sampled):
+                    result = message.result
+                    payload = self._words.pop((result.group_id, result.step_id), None)
                 self._peers.send(dst, message, payload)
-                if self._trace is not None and payload is not None:
+                if self._trace is not None and payload is not None and hidden is not None:
                     self._trace.sent(dst, message, payload.nbytes, time.monotonic())
         outbox.clear()
         for preemption in self._agent.drain_preemptions():
@@ -200,18 +211,19 @@ class Post:
                 preemption.lost_tokens,
             )
 
-    def pass_on(self, dst: InstanceId, message: Activation, asked: Any) -> bool:
-        """Send a microbatch to the next stage before its hidden states are computed, if it can wait
-        for these. All that was said before goes first.
+    def pass_on(self, dst: InstanceId, message: Activation, word: memoryview) -> None:
+        """Send a microbatch to the next stage before its hidden states are computed, with the word
+        that tells where they will be. All that was said before goes first.
         """
         self.send()
-        payload = self._body.pass_on(asked, self._peers.where(dst))
-        if payload is None:
-            return False
-        self._peers.send(dst, message, payload)
+        self._peers.send(dst, message, word)
         if self._trace is not None:
-            self._trace.sent(dst, message, payload.nbytes, time.monotonic())
-        return True
+            self._trace.sent(dst, message, word.nbytes, time.monotonic())
+
+    def keep_word(self, plan: StepPlan, word: memoryview | None) -> None:
+        """It tells where the step's tokens are, and goes with them."""
+        if word is not None:
+            self._words[plan.group_id, plan.step_id] = word
 
     def send_to_front(self) -> None:
         """In the order in which the agent has said it."""

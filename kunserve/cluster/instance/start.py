@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from kunserve.cluster.instance.device_loop import DeviceLoop
 from kunserve.cluster.instance.lease import Hold, Lease
-from kunserve.cluster.instance.loop import DeviceLoop, InstanceLoop
+from kunserve.cluster.instance.loop import InstanceLoop
 from kunserve.cluster.instance.mover import InstanceMover, LayerLoader
 from kunserve.cluster.instance.wire_lease import LEASE_PART, WireLease
 from kunserve.cluster.instance.wired_body import WiredBody

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kunserve.control.instance.body import Body, Memory, StepOutcome, StepWork
+from kunserve.control.instance.body import Body, Memory, RunsAhead, StepOutcome, StepWork
+from kunserve.core.ids import GroupId, StepId
 from kunserve.core.layout import LayerRange
-from kunserve.core.request import SamplingParams
 from kunserve.transport.bulk.movable_memory import MovableMemory, WriteGate
 
 
@@ -13,7 +13,23 @@ class WiredMemory(Memory, MovableMemory, Protocol):
     """What the brain changes, and movers read and fill."""
 
 
-class WiredBody(Body, Protocol):
+class TokensAhead(Protocol):
+    """Tokens of other stages for a device, before hosts have heard of them."""
+
+    def tokens_come(self, data: memoryview, group_id: GroupId, step_id: StepId) -> None:
+        """What came beside the tokens of a step: so later ones will be there."""
+        ...
+
+    def feeds_from(self, group_id: GroupId) -> bool:
+        """Whether the device may wait for those of the group."""
+        ...
+
+    def stop_waiting(self) -> None:
+        """Make steps void that wait for some in vain."""
+        ...
+
+
+class WiredBody(Body, RunsAhead, Protocol):
     """A body whose activations can cross a wire, and whose host can read mail during a step."""
 
     @property
@@ -43,7 +59,7 @@ class WiredBody(Body, Protocol):
     def launch(self, work: StepWork, hidden: Any, look_up: Callable[[], None] | None = None) -> Any:
         """Ask a device for what ``execute`` does: ``collect`` is given the answer, and gives it.
 
-        One step that ``feeds`` on the last one may be launched before that is collected.
+        One that ``is_ahead`` may be launched before the one before it is collected.
         """
         ...
 
@@ -51,19 +67,27 @@ class WiredBody(Body, Protocol):
         """The outcome of a launch, in the order of launches. Waits for it, and looks up then."""
         ...
 
-    def await_input(self, asked: Any, look_up: Callable[[], None] | None = None) -> None:
-        """Return when the stage before has written what a launched step reads, or never will."""
+    def await_input(self, asked: Any, look_up: Callable[[], None] | None = None) -> bool:
+        """Return when others have written what a launched step reads; False if they never will."""
         ...
 
-    def pass_on(self, asked: Any, to: str) -> memoryview | None:
+    def write_ahead(self, asked: Any, to: str) -> memoryview | None:
         """For the wire, if the peer's device can wait for hidden states that are not there yet.
 
-        None: they cross it once ``collect`` has given them.
+        None: they cross it once ``collect`` has given them. Called right behind ``launch``.
         """
         ...
 
-    def feeds_back(self, sampling: SamplingParams) -> bool:
-        """Whether a step may now be launched that feeds on such a request's token."""
+    def write_tokens(self, asked: Any, to: str) -> memoryview | None:
+        """For the wire, beside what the step samples, if the leader's device can wait for that.
+
+        Called right behind ``launch``.
+        """
+        ...
+
+    @property
+    def ahead(self) -> TokensAhead:
+        """What the leader's device waits for."""
         ...
 
     def hidden_to_bytes(self, hidden: Any, to: str = "") -> memoryview:

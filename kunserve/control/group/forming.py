@@ -83,13 +83,17 @@ class Forming:
         return self._admit(batch, decodes, prompts, now_s)
 
     def form_ahead(
-        self, now_s: float, pool_tokens: int, feeds_back: Callable[[SamplingParams], bool]
+        self,
+        now_s: float,
+        pool_tokens: int,
+        feeds_back: Callable[[SamplingParams], bool],
+        num_in_flight: int,
     ) -> Chosen:
-        """As ``form`` will once the only step is complete, if nobody ends in it or comes until
-        then: who awaits a token computes that one.
+        """As ``form`` will once the oldest step is complete, if nobody ends in it or comes until
+        then: who awaits a token of it computes that one.
 
-        Nobody where anybody's memory had to be freed, or one of all needs what that step gives here
-        first.
+        Nobody where anybody's memory had to be freed, where one of all needs what a step gives here
+        first, or where there is something to do that waits for no token.
         """
         holders, admission = self._holders, self._admission
         if holders.parks and self._waiting:
@@ -98,8 +102,12 @@ class Forming:
         def may_go(seq: Sequence) -> bool:
             return feeds_back(seq.request.sampling) and not seq.has_scores_to_come
 
-        decodes, prompts = holders.who_goes_on(pool_tokens, may_go)
+        decodes, prompts, num_awaiting, context = holders.who_goes_on(pool_tokens, may_go)
         if not (decodes or prompts):
+            return []
+        if num_in_flight < self._num_stages and (
+            prompts or self._waiting or not all(seq.is_awaiting for seq in decodes)
+        ):
             return []
         admissible = admission.candidates(admission.room(holders.num_running), prompts)
         is_short = admission.missing_blocks > 0
@@ -110,9 +118,9 @@ class Forming:
         batch = self._microbatch(
             decodes,
             prompts,
-            0,
-            0,
-            num_in_flight=0,
+            num_awaiting,
+            context,
+            num_in_flight=num_in_flight - 1,
             num_left_waiting=len(self._waiting) - len(admissible),
         )
         return self._admit(batch, decodes, prompts, now_s)

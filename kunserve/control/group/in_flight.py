@@ -59,7 +59,7 @@ class InFlight:
         """Results that came before those of earlier steps."""
         self._num_steps = 0
         self._ahead: tuple[StepPlan, PlannedStep] | None = None
-        """A step behind the only one, whose inputs are what that one samples, and known tokens."""
+        """A step behind all others, whose inputs are what the oldest samples, and known tokens."""
         self.version = 0
         """Counts completed steps."""
         self.filled: list[Sequence] = []
@@ -122,12 +122,12 @@ class InFlight:
         )
 
     def add_ahead(self, chosen: Collection[tuple[Sequence, int]], orders: CacheOrders) -> StepPlan:
-        """As ``add``, behind the only step; they advance when that ends.
+        """As ``add``, behind all steps; they advance when the oldest ends.
 
-        Who awaits a token computes that one. Who has ended by then computes for nothing, in a place
-        that nobody reads.
+        Who awaits a token of that one computes it. Who has ended by then computes for nothing, in a
+        place that nobody reads.
         """
-        assert len(self._steps) == 1 and self._ahead is None, (self._steps, self._ahead)
+        assert self._steps and self._ahead is None, (self._steps, self._ahead)
         step_id = StepId(self._num_steps)
         self._num_steps += 1
         planned = PlannedStep([seq for seq, _ in chosen], [], 0, [], NO_GUESSES)
@@ -148,12 +148,12 @@ class InFlight:
         return plan
 
     def feeds(self) -> Int32Array:
-        """Which of the tokens that the step under way samples is each input of the one ahead; -1
-        where it is a known token.
+        """Which of the tokens that the oldest step samples is each input of the one ahead; -1 where
+        it is a known token.
         """
         assert self._ahead is not None
         plan, planned = self._ahead
-        (before,) = self._steps.values()
+        before = self._steps[self.oldest]
         places = {seq: place for place, seq in enumerate(before.sampling)}
         feeds: list[int] = []
         for seq, chunk in zip(planned.sequences, plan.chunks, strict=True):
@@ -161,7 +161,7 @@ class InFlight:
         return np.array(feeds, dtype=np.int32)
 
     def begin_ahead(self) -> None:
-        """The step before is complete: the one ahead is like any other from now on."""
+        """The oldest step is complete: the one ahead is like any other from now on."""
         if self._ahead is None:
             return
         (plan, planned), self._ahead = self._ahead, None
@@ -179,8 +179,13 @@ class InFlight:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a step is planned behind the only one."""
+        """Whether a step is planned whose tokens the oldest one is to give."""
         return self._ahead is not None
+
+    @property
+    def oldest(self) -> StepId:
+        """The step whose result is awaited first."""
+        return next(iter(self._steps))
 
     def complete(self, result: StepResult) -> Iterator[tuple[StepResult, PlannedStep]]:
         """Take a result; the steps that are over with it, in their order.

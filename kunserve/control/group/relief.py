@@ -40,6 +40,9 @@ class Runnable(NamedTuple):
     """Their tokens of context, all together, as far as they are seen (``core.cost.Windows``)."""
 
 
+_NOBODY = Runnable([], [], 0, 0)
+
+
 class Holders:
     """Owner of the sequences that have KV: running and stalled ones, in the order of their places.
 
@@ -241,24 +244,27 @@ class Holders:
                 unfit.add(seq)
         return unfit
 
-    def who_goes_on(
-        self, pool_tokens: int, may_go: Callable[[Sequence], bool]
-    ) -> tuple[list[Sequence], list[Sequence]]:
-        """Decodes and prompts of one more step behind the only one under way, with the memory for
-        it: as ``runnable`` then, if nobody ends.
+    def who_goes_on(self, pool_tokens: int, may_go: Callable[[Sequence], bool]) -> Runnable:
+        """As ``runnable`` once the oldest step is complete, if nobody ends in it, and with the
+        memory for one more step.
 
         Not those whose next token is their last, whatever it is. Nobody where memory is to be freed
         or one of all may not go.
         """
         if self._swap or self.released:
-            return [], []
+            return _NOBODY
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         blocks = []
+        num_awaiting = context = 0
+        oldest = self._in_flight.oldest
         for seq in self._running:
             if seq.state is not Progress.RUNNING or not may_go(seq):
-                return [], []
-            if seq.is_awaiting:
+                return _NOBODY
+            if seq.is_awaiting and seq.last_step != oldest:
+                num_awaiting += 1
+                context += self._windows.seen_keys(seq.num_computed)
+            elif seq.is_awaiting:
                 if seq.num_tokens + 1 >= seq.max_total_tokens or seq.num_tokens >= pool_tokens:
                     continue
                 decodes.append(seq)
@@ -269,10 +275,10 @@ class Holders:
                 (decodes if is_decode else prompts).append(seq)
                 blocks.append((seq.request_id, self._blocks_to_run(seq)))
         if sum(max(0, n - self._ledger.blocks_of(i)) for i, n in blocks) > self._ledger.free_blocks:
-            return [], []
+            return _NOBODY
         for request_id, num_blocks in blocks:
             self._ledger.grow(request_id, num_blocks)
-        return decodes, prompts
+        return Runnable(decodes, prompts, num_awaiting, context)
 
     def swap_in(self, room: int, *, may_preempt: bool) -> tuple[int, QueueKey | None]:
         """Let swapped ones come back before whoever waits behind them; the parked when it is time.

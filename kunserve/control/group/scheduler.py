@@ -22,7 +22,7 @@ from kunserve.control.group.relief import Holders
 from kunserve.control.group.residency import Residency
 from kunserve.control.group.sequence import Progress, Sequence, make_sequence
 from kunserve.core.config import SchedulerConfig
-from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.kv_blocks import KvBlocks
 from kunserve.core.load import LoadReport
 from kunserve.core.messages import SequenceState, TokenOutput
@@ -42,8 +42,9 @@ class Scheduler:
 
     A sequence is admitted with blocks for all its known tokens, so that a prompt never runs out
     half-way (but see `policy.batch.reserve`), and grows block by block as it decodes; ``Holders``
-    finds a block when one is missing. With S stages up to S plans are in flight, and S times
-    ``max_num_seqs`` sequences run: what S groups of one stage would run.
+    finds a block when one is missing. With S stages up to S plans are in flight, one more behind
+    them that awaits tokens of the oldest, and S times ``max_num_seqs`` sequences run: what S groups
+    of one stage would run.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Scheduler:
         self._waiting = waiting = WaitingQueue(blocks)
         self._in_flight = InFlight(group_id)
         self.feeds = self._in_flight.feeds
+        """Of a step that runs ahead."""
         self._guessing = Guessing(config, measured, block_size)
         self._residency = Residency(self.totals)
         self._named_size = block_size if config.enable_prefix_caching else NEVER_FULL
@@ -212,7 +214,7 @@ class Scheduler:
         one moves to host memory or back is not there yet.
         """
         in_flight, holders = self._in_flight, self._holders
-        if len(in_flight) >= self._num_stages:
+        if in_flight.is_ahead or len(in_flight) >= self._num_stages:
             return None
         self._clock.look(self.has_work, now_s)
         self._residency.now_s = now_s
@@ -235,17 +237,24 @@ class Scheduler:
     def schedule_ahead(
         self, now_s: float, feeds_back: Callable[[SamplingParams], bool]
     ) -> StepPlan | None:
-        """The next microbatch while the only one runs, if it needs its tokens as inputs only.
+        """The next microbatch behind those under way, if it needs of them only the oldest one's
+        tokens, as inputs.
 
         ``feeds_back``: whether the body hands such a request's tokens on by itself.
         """
         config, in_flight = self._config, self._in_flight
-        is_off = not config.async_scheduling or self._num_stages > 1 or config.speculative_config
-        if is_off or len(in_flight) != 1 or in_flight.is_ahead:
+        is_off = not config.async_scheduling or config.speculative_config is not None
+        if is_off or not in_flight or in_flight.is_ahead:
             return None
         pool_tokens = self._blocks.tokens_in(self._largest_capacity)
-        chosen = self._forming.form_ahead(now_s, pool_tokens, feeds_back)
+        num_in_flight = len(in_flight)
+        chosen = self._forming.form_ahead(now_s, pool_tokens, feeds_back, num_in_flight)
         return in_flight.add_ahead(chosen, self.cache.take_orders()) if chosen else None
+
+    @property
+    def feeds_on(self) -> StepId | None:
+        """Whose tokens the step that runs ahead reads, as long as they are not here."""
+        return self._in_flight.oldest if self._in_flight.is_ahead else None
 
     def complete(self, result: StepResult, now_s: float) -> list[TokenOutput]:
         """Take a step's sampled tokens; the outputs to stream, with ends detected.
@@ -255,9 +264,10 @@ class Scheduler:
         assert result.group_id == self._group_id, (result.group_id, self._group_id)
         outputs: list[TokenOutput] = []
         self._residency.now_s = now_s
+        version = self._in_flight.version
         for due, step in self._in_flight.complete(result):
             outputs += self._complete_step(due, step, now_s)
-        if self._in_flight.is_ahead:
+        if self._in_flight.is_ahead and self._in_flight.version != version:
             self._in_flight.begin_ahead()
             self.cache.note_computed(self._in_flight.filled)
         return outputs
@@ -350,6 +360,7 @@ class Scheduler:
         """Whether ``schedule`` may give a plan: false after it did not, until something happens."""
         return (
             self._nothing_at != self._version
+            and not self._in_flight.is_ahead
             and len(self._in_flight) < self._num_stages
             and self.has_work
         )

@@ -5,13 +5,12 @@ A driver calls ``on`` for every message, ``next_work`` when the body is idle, ``
 a step is done, and sends what is in ``outbox``. Messages may come while a step runs.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from kunserve.control.instance.arrivals import Arrivals
 from kunserve.control.instance.block_table import BlockTable
-from kunserve.control.instance.body import Body, Mover, StepOutcome, StepWork
+from kunserve.control.instance.body import Body, Mover, RunsAhead, StepOutcome, StepWork
 from kunserve.control.instance.changes.change import Change, ChangeOrder, ChangeWord
 from kunserve.control.instance.changes.change_slot import ChangeSlot
 from kunserve.control.instance.changes.formation import FormationSlot
@@ -45,7 +44,7 @@ from kunserve.core.messages import (
     TokenOutput,
     TransferProgress,
 )
-from kunserve.core.request import FinishReason, SamplingParams
+from kunserve.core.request import FinishReason
 from kunserve.core.step import StepPlan, StepResult
 from kunserve.core.transfer import KvPull
 
@@ -71,7 +70,7 @@ class InstanceAgent:
         """Requests of the controller that were read. ``Form`` sets it, because what came before
         that and was not read is never read."""
         self._report_number = 0
-        self._forming = FormationSlot(self.state)
+        self.forming = FormationSlot(self.state)
         self._arrivals = Arrivals()
         self._lacks_units = False
         """The next step waits for units that an exchange will free."""
@@ -89,7 +88,7 @@ class InstanceAgent:
     def _is_plain(self, message: Message) -> bool:
         """Whether it is read now whatever changes here, as nearly all mail is."""
         membership = self.membership
-        if membership is None or self._forming.is_forming:
+        if membership is None or self.forming.is_forming:
             return False
         is_calm = not (self.change.is_quiescing or self.inbox.has_mail)
         return is_plain(message, membership.layout.group_id, is_calm=is_calm)
@@ -103,7 +102,7 @@ class InstanceAgent:
         self, layers: LayerRange, src: InstanceId | None, ok: bool, now_s: float
     ) -> None:
         """The mover filled weights, or could not."""
-        self._forming.pulled(layers, src, ok)
+        self.forming.pulled(layers, src, ok)
         self.change.pulled_layers(layers, src, ok)
         self._advance(now_s)
 
@@ -116,7 +115,7 @@ class InstanceAgent:
             if head_work is not None:
                 self.state.is_running = True
                 return head_work
-            if membership.ready:
+            if membership.has_ready:
                 plan, hidden = membership.ready.popleft()
             else:
                 scheduled = self._schedule(membership, now_s)
@@ -134,15 +133,15 @@ class InstanceAgent:
             self._advance(now_s)
         return None
 
-    def next_ahead(self, now_s: float, feeds_back: Callable[[SamplingParams], bool]) -> Work | None:
-        """While a step runs: the next, if tokens of the first are but its inputs; both finish."""
+    def next_ahead(self, now_s: float, device: RunsAhead) -> Work | None:
+        """While a step runs: the next, if what is not there yet is but its input; both finish."""
         membership = self.membership if self._is_calm else None
-        return localize_ahead(self.state, self.change, membership, now_s, feeds_back)
+        return localize_ahead(self.state, self.change, membership, now_s, device)
 
     @property
     def _is_calm(self) -> bool:
         """Whether nothing is under way here beside steps."""
-        waits = self.inbox.may_be_due or self.state.to_self or self._forming.is_forming
+        waits = self.inbox.may_be_due or self.state.to_self or self.forming.is_forming
         return self._changes.is_empty and not waits
 
     def finished(self, work: Work, outcome: StepOutcome, now_s: float) -> None:
@@ -170,7 +169,7 @@ class InstanceAgent:
         membership = self.membership
         if membership is None or self.has_head_work:
             return membership is not None
-        if membership.ready:
+        if membership.has_ready:
             return not self._lacks_units
         scheduler = membership.scheduler
         return scheduler is not None and not self.change.is_quiescing and scheduler.can_schedule
@@ -201,7 +200,7 @@ class InstanceAgent:
     @property
     def is_in_transition(self) -> bool:
         """Whether a change of groups or of layers, or a migration, is under way here."""
-        return self._forming.is_forming or self.change.change_id is not None
+        return self.forming.is_forming or self.change.change_id is not None
 
     @property
     def is_preparing(self) -> bool:
@@ -256,7 +255,7 @@ class InstanceAgent:
                 membership.scheduler.check()
             if membership.head is not None:
                 membership.head.check()
-        assert self._forming.is_forming or not state.to_self, state.to_self
+        assert self.forming.is_forming or not state.to_self, state.to_self
 
     # Messages
 
@@ -265,9 +264,9 @@ class InstanceAgent:
         membership, change = self.membership, self.change
         return Moment(
             group_id=None if membership is None else membership.layout.group_id,
-            formed_id=self._forming.formed_id,
+            formed_id=self.forming.formed_id,
             leads=membership is not None and membership.scheduler is not None,
-            is_forming=self._forming.is_forming,
+            is_forming=self.forming.is_forming,
             is_quiescing=change.is_quiescing,
             change_id=change.change_id,
             has_switched=change.has_switched,
@@ -308,7 +307,7 @@ class InstanceAgent:
     def _read(self, mail: Mail, now_s: float) -> None:
         match mail.message:
             case Form() as form:
-                self._forming.ask(form)
+                self.forming.ask(form)
                 self.num_read = form.num_sent
                 self.inbox.start_anew()
                 return
@@ -385,15 +384,15 @@ class InstanceAgent:
 
         Whatever was going on is void: fault tolerance (paper 4.4).
         """
-        if self._forming.is_asked:
+        if self.forming.is_asked:
             if self.state.is_running:
                 return False
             self.membership = None
             self._changes.clear()
-            self._forming.begin()
-        if not self._forming.is_forming:
+            self.forming.begin()
+        if not self.forming.is_forming:
             return True
-        formation = self._forming.finish()
+        formation = self.forming.finish()
         if formation is None:
             return False
         layout = formation.form.layout

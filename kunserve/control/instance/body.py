@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kunserve.control.arrays import Int32Array
-from kunserve.core.ids import InstanceId, RequestId
+from kunserve.core.ids import InstanceId, RequestId, StepId
 from kunserve.core.layout import LayerRange, VocabRange
 from kunserve.core.prompt_scores import PromptScores
+from kunserve.core.request import SamplingParams
 from kunserve.core.snapshots import InstanceSpec
 from kunserve.core.step import SampledToken, StepPlan, StepResult
 from kunserve.core.transfer import KvPull
@@ -53,9 +54,18 @@ class StepWork:
     shares_head: bool = False
     """Whether all stages compute the output head together: then the last stage gives the rows that
     sample, and the first one samples."""
+    is_ahead: bool = False
+    """Whether the body is given it while it computes the one before."""
     feeds: Int32Array | None = None
-    """[num_tokens] of a step that runs ahead: which token of those that the step before samples
-    each input is; -1 where ``token_ids`` has it."""
+    """[num_tokens] of a step that runs ahead: which token of those that another step samples each
+    input is; -1 where ``token_ids`` has it."""
+    feeds_on: StepId | None = None
+    """Which step that is, on its way through the group."""
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether it computes from tokens that another stage samples."""
+        return self.feeds is not None and not self.is_last and bool(self.feeds.max() >= 0)
 
     @property
     def gives_rows(self) -> bool:
@@ -106,6 +116,18 @@ class StepOutcome:
     def result_of(self, plan: StepPlan) -> StepResult:
         """What the leader is told, on the last stage."""
         return StepResult(plan.group_id, plan.step_id, self.tokens, self.scores)
+
+
+class RunsAhead(Protocol):
+    """What may be asked of a device while it computes a step."""
+
+    def feeds_back(self, sampling: SamplingParams) -> bool:
+        """Whether a step may now be launched that feeds on such a request's token."""
+        ...
+
+    def reads_ahead(self, hidden: Any) -> bool:
+        """Whether a step may now be launched that reads these of the stage before."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

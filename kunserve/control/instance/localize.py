@@ -3,17 +3,16 @@
 Every stage of a group does this for every plan, in the same order, before it runs it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from kunserve.control.instance.block_table import NOTHING
-from kunserve.control.instance.body import HostCopy, StepWork
+from kunserve.control.instance.body import HostCopy, RunsAhead, StepWork
 from kunserve.control.instance.changes.change import Change
 from kunserve.control.instance.membership import Membership
 from kunserve.control.instance.state import InstanceState
 from kunserve.control.instance.work import Work
-from kunserve.core.request import SamplingParams
 from kunserve.core.step import BlockRun, StepPlan
 
 
@@ -103,7 +102,9 @@ def localize(
         tables=table.tables,
         rows=np.array(rows, dtype=np.int32),
         shares_head=membership.head is not None,
+        is_ahead=runs_ahead,
         feeds=feeds,
+        feeds_on=None if feeds is None or scheduler is None else scheduler.feeds_on,
     )
 
 
@@ -112,22 +113,38 @@ def localize_ahead(
     change: Change,
     membership: Membership | None,
     now_s: float,
-    feeds_back: Callable[[SamplingParams], bool],
+    device: RunsAhead,
 ) -> Work | None:
-    """Form and localize the step behind the one that runs, if that can be done while it does."""
+    """Localize the step behind the one that runs here, if that can be done while it does. The
+    leader forms it.
+    """
     assert state.is_running and not state.is_ahead
-    if membership is None or membership.ready or membership.head is not None:
+    if membership is None or membership.head is not None:
         return None
-    scheduler = membership.scheduler
-    plan = None if scheduler is None else scheduler.schedule_ahead(now_s, feeds_back)
-    if plan is None:
+    scheduler, ready = membership.scheduler, membership.ready
+    if scheduler is not None and not ready:
+        plan = scheduler.schedule_ahead(now_s, device.feeds_back)
+        if plan is not None:
+            ready.append((plan, None))
+    elif scheduler is not None or not (ready and _is_light(membership, ready[0][0])):
+        return None
+    if not ready:
+        return None
+    plan, hidden = ready[0]
+    if scheduler is None and not device.reads_ahead(hidden):
         return None
     step = localize(state, change, membership, plan, runs_ahead=True)
-    if step is None:  # blocks must be packed for it first, while nothing runs
-        membership.ready.append((plan, None))
-        return None
+    if step is None:
+        return None  # blocks must be packed for it first, while nothing runs
+    ready.popleft()
     state.is_ahead = True
-    return Work(step, None)
+    return Work(step, hidden)
+
+
+def _is_light(membership: Membership, plan: StepPlan) -> bool:
+    """Whether nothing but the next step's own blocks changes for it."""
+    moves = plan.released or plan.swapped_out or plan.swapped_in or membership.swapped_out
+    return bool(plan.chunks) and not (moves or plan.scored)
 
 
 def _make_room(state: InstanceState, plan: StepPlan) -> None:

@@ -51,6 +51,14 @@ class Membership:
         """Whether this instance computes all layers, so that nobody else waits for its copies."""
         return self.scheduler is not None and self.following is None
 
+    @property
+    def has_ready(self) -> bool:
+        """Whether a microbatch is here that may run. One that was to run ahead, and lacked room,
+        awaits its tokens.
+        """
+        awaits = self.scheduler is not None and self.scheduler.feeds_on is not None
+        return bool(self.ready) and not awaits
+
     def knows(self, request_id: RequestId) -> bool:
         """Whether an abort of the request finds it, here or by forwarding."""
         return (

@@ -20,6 +20,8 @@ class HiddenRows:
     """
 
     __slots__ = ("address", "data", "num_rows")
+    may_come_later = False
+    """Whether a device waits for them by itself."""
 
     def __init__(self, data: bytearray | memoryview, num_rows: int) -> None:
         """``data`` may be written."""

@@ -69,6 +69,9 @@ class RequestState:
 class Sampler:
     """Lives where the output head is. One entry per running request."""
 
+    asked: Sequence[torch.Tensor] = ()
+    """On the device: tokens [n] that were asked for last, in the order of their rows."""
+
     def __init__(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms | None = None) -> None:
         """Without ``forms`` a request for a structured output ends with an error."""
         self._eos_ids = tuple(eos_ids)
@@ -135,10 +138,13 @@ class Sampler:
         return False
 
     def feed(
-        self, places: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32] | None
+        self,
+        places: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int32] | None,
+        sampled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """On the device, of the tokens that were asked for last, those at these places [n]; where
-        that is -1, those of ``token_ids`` [n].
+        """On the device, of the tokens that were ``sampled`` elsewhere, or asked for here last,
+        those at these places [n]; where that is -1, those of ``token_ids`` [n].
         """
         raise AssertionError("tokens are on the host")
 

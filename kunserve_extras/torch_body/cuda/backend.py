@@ -281,7 +281,7 @@ class CudaBackend(OneMemory):
                 by = PipeBy.NCCL if self.device.type == "cuda" else PipeBy.GLOO
                 self._hops = FarHops(by, self.device, address, self._row_bytes)
             else:
-                self._hops = Hops(self._driver, self.device, address, *sizes)
+                self._hops = self.ahead = Hops(self._driver, self.device, address, *sizes)
         except OSError as error:
             logger.info("hidden states go between stages as bytes: %s", error)
 
@@ -291,10 +291,6 @@ class CudaBackend(OneMemory):
         written = None if self._hops is None else self._hops.give(hidden, to)
         return written or super().give(hidden, to)
 
-    def give_ahead(self, hidden: torch.Tensor, to: str) -> memoryview | None:
-        """See ``Backend``."""
-        return None if self._hops is None else self._hops.give_ahead(hidden, to)
-
     def take(self, data: bytes | bytearray | memoryview, row_bytes: int) -> HiddenRows:
         """See ``Backend``."""
         landed = None if self._hops is None else self._hops.take(data)
@@ -303,12 +299,12 @@ class CudaBackend(OneMemory):
     def mark(self) -> Wait:
         """See ``Backend``."""
         hops, wait = self._hops, self._mark()
-        if not isinstance(hops, Hops) or not (reads := hops.mark()):
+        if not isinstance(hops, Hops) or not (reads := hops.reads.mark()):
             return wait
 
         def wait_and_tell(look_up: Callable[[], None] | None) -> None:
             wait(look_up)
-            hops.ended(reads)
+            hops.reads.ended(reads)
 
         return wait_and_tell
 

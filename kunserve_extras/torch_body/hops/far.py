@@ -252,10 +252,6 @@ class FarHops:
             return behind.to_bytes()
         return None if behind is None else with_behind(hidden, behind.to_bytes())
 
-    def give_ahead(self, hidden: torch.Tensor, to: str) -> memoryview | None:
-        """Never: a step here reads what is there already."""
-        return None
-
     def take(self, data: bytes | bytearray | memoryview) -> HiddenRows | None:
         """What a ticket tells of, or the rows before something else; None for rows alone.
 

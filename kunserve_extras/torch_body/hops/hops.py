@@ -12,7 +12,6 @@ written here, from another stream, and then the step is void, because its rows a
 tells of rows before all of which they are computed are there, so a void step ends with its stage.
 """
 
-import ctypes
 import logging
 import os
 import select
@@ -20,12 +19,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from kunserve.core.faults import StepVoid
+from kunserve.core.ids import GroupId, StepId
 from kunserve.engine.cpu.hidden_rows import HiddenRows
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.hops.lanes import (
@@ -34,16 +32,13 @@ from kunserve_extras.torch_body.hops.lanes import (
     Ticket,
     parted,
 )
+from kunserve_extras.torch_body.hops.reads import Read, Reads
 from kunserve_extras.torch_body.hops.rows import LostRows, with_behind
+from kunserve_extras.torch_body.hops.tokens import TokenSource, TokensToCome
 from kunserve_extras.torch_body.hops.ways import Way
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 30.0
-"""For rows of which a ticket has come: their sender computes them, and perhaps something before."""
-PATIENCE_WITH_THE_DEAD_S = 0.25
-WAIT_GAP_S = 100e-6
-"""Between two looks while rows are awaited, for threads that move KV meanwhile."""
 LINGER_S = 10.0
 """A lane outlives its sender so long: what it sent before may still be read."""
 RETRY_S = 30.0
@@ -58,21 +53,10 @@ def desk_of(address: str) -> str | None:
     return address.removeprefix(_IPC) + ".h" if address.startswith(_IPC) else None
 
 
-@dataclass(slots=True)
-class Read:
-    """Rows that a step waits for."""
-
-    lane: Lane
-    number: int
-    since_s: float
-    came: int
-    """An event of the stream, behind its wait."""
-    is_here: bool = False
-    is_void: bool = False
-
-
 class LandedRows(HiddenRows):
     """Hidden states in a slot of this instance's lane, perhaps on their way there."""
+
+    may_come_later = True
 
     def __init__(self, hops: "Hops", lane: Lane, ticket: Ticket, row_bytes: int) -> None:
         super().__init__(memoryview(b""), 0)
@@ -91,7 +75,7 @@ class LandedRows(HiddenRows):
     def await_all(self, look_up: Callable[[], None] | None = None) -> bool:
         """See ``HiddenRows``. Between ``tensor`` and the end of the step that reads it."""
         assert self._read is not None, self._ticket
-        return self._hops.await_read(self._read, look_up)
+        return self._hops.reads.await_one(self._read, look_up)
 
     def __del__(self) -> None:
         if self._read is None:  # its group is no more
@@ -119,11 +103,9 @@ class Hops:
         self._takers: dict[socket.socket, Lane] = {}
         self._left: list[Way] = []
         """To be closed."""
-        self._awaited: list[Read] = []
-        self._unmarked: list[Read] = []
-        """Of the step that is being asked for."""
+        self._source: TokenSource | None = None
         self._own_stream, self._thread_stream = driver.stream(), driver.stream()
-        self._seen = driver.host_alloc(4096)
+        self.reads = Reads(driver, self._lock, self._thread_stream)
         try:  # the device's word is not enough
             Lane(driver, device, 0, slot_bytes, self._thread_stream).close()
             self._path = Path(desk)
@@ -197,44 +179,65 @@ class Hops:
 
     def read(self, lane: Lane, number: int, num_bytes: int) -> tuple[Read, torch.Tensor]:
         """A copy of the rows, behind a wait of the stream for them."""
-        read = Read(lane, number, time.monotonic(), self._driver.event())
-        with self._lock:
-            self._driver.wait_value(lane.slots.word(number), number, self._stream)
-            self._driver.record(read.came, self._stream)
-            self._awaited.append(read)
-            self._unmarked.append(read)
+        read = self.reads.open(lane, number, self._stream)
         self._catch_up()
         return read, lane.slots.rows(number, num_bytes).clone()
 
-    def await_read(self, read: Read, look_up: Callable[[], None] | None) -> bool:
-        """Return once the rows are there; False if they never will be."""
-        while look_up is not None and not self._driver.is_done(read.came):
-            look_up()
-            time.sleep(WAIT_GAP_S)
-        self._driver.wait(read.came)
-        return not read.is_void
+    def write_tokens(
+        self, parts: Sequence[torch.Tensor], to: str, group_id: GroupId, step_id: StepId
+    ) -> memoryview | None:
+        """Write what a step samples into the first stage's memory, for steps that feed on it.
+
+        What tells where goes with the tokens. None where they are not written: not before some are.
+        """
+        with self._lock:
+            way = self._ways.get(to)
+            if way is None:
+                self._ask(to)
+                return None
+            ticket = way.write_tokens(parts, group_id, step_id, self._stream)
+        self._catch_up()
+        return None if ticket is None else ticket.to_bytes()
+
+    def tokens_come(self, data: memoryview, group_id: GroupId, step_id: StepId) -> None:
+        """What was written of this step told where: so will be what later ones sample."""
+        ticket = Ticket.of_bytes(data)
+        with self._lock:
+            lane = None if ticket is None else self._lanes.get(ticket.lane)
+            if ticket is None or lane is None:
+                return
+            former, self._source = (
+                self._source,
+                TokenSource(group_id, lane, ticket.number - step_id),
+            )
+        if former != self._source:
+            logger.info("steps of the group feed on its last stage's device group=%d", group_id)
+
+    def feeds_from(self, group_id: GroupId) -> bool:
+        """Whether steps of that group can feed on what its last stage samples."""
+        source = self._source
+        return source is not None and source.group_id == group_id and source.lane.left_s is None
+
+    def read_tokens(self, step_id: StepId, num_tokens: int) -> TokensToCome:
+        """A copy of a step's first tokens, behind a wait of the stream for them."""
+        assert self._source is not None, step_id
+        lane, number = self._source.lane, self._source.first_number + step_id
+        with self._lock:
+            lane.num_open += 1
+        read = self.reads.open(lane, number, self._stream, are_tokens=True)
+        self._catch_up()
+        tokens = lane.slots.tokens(number)[:num_tokens].clone()
+        return TokensToCome(self.reads, read, tokens)
+
+    def stop_waiting(self) -> None:
+        """Nobody wants steps that feed on tokens: those that have not come make them void."""
+        self.reads.give_up_tokens()
 
     def give_up(self, lane: Lane, number: int) -> None:
         """Nobody will read these rows."""
         with self._lock:
             lane.num_open -= 1
             lane.slots.give_back(number)
-
-    def mark(self) -> list[Read]:
-        """What was read since the last call."""
-        reads, self._unmarked = self._unmarked, []
-        return reads
-
-    def ended(self, reads: Sequence[Read]) -> None:
-        """The device has computed what reads them. Raises StepVoid if they never came."""
-        with self._lock:
-            for read in reads:
-                self._awaited.remove(read)
-                self._driver.event_destroy(read.came)
-                read.lane.num_open -= 1
-                read.lane.slots.give_back(read.number)
-        if any(read.is_void for read in reads):
-            raise StepVoid("a stage has told of hidden states that have not come")
 
     @property
     def _stream(self) -> int:
@@ -329,19 +332,7 @@ class Hops:
         self._wake.send(b"w")
 
     def _look(self, now_s: float) -> None:
-        for read in self._awaited:
-            is_dead = read.lane.left_s is not None
-            patience_s = PATIENCE_WITH_THE_DEAD_S if is_dead else PATIENCE_S
-            if read.is_here or read.is_void or now_s - read.since_s < patience_s:
-                continue
-            word = read.lane.slots.word(read.number)
-            if self._value_at(word) == read.number:
-                read.is_here = True
-                continue
-            logger.error("hidden states have not come, the step is void is_dead=%s", is_dead)
-            read.is_void = True
-            self._driver.write_value(word, read.number, self._thread_stream)
-            self._driver.synchronize(self._thread_stream)
+        self.reads.look(now_s)
         for way in tuple(self._left):  # its end tells the peer that all is written
             if way.is_written:
                 self._left.remove(way)
@@ -351,11 +342,6 @@ class Hops:
             if is_over and lane.num_open == 0:
                 del self._lanes[number]
                 lane.close()
-
-    def _value_at(self, address: int) -> int:
-        self._driver.copy_out(self._seen, address, 4, self._thread_stream)
-        self._driver.synchronize(self._thread_stream)
-        return int.from_bytes(ctypes.string_at(self._seen, 4), "little")
 
     def close(self) -> None:
         """Nothing may be under way."""
@@ -374,7 +360,7 @@ class Hops:
     def _free_streams(self) -> None:
         for stream in (self._own_stream, self._thread_stream):
             self._driver.stream_destroy(stream)
-        self._driver.host_free(self._seen)
+        self.reads.close()
 
 
 def _listen(path: Path) -> socket.socket:

@@ -1,6 +1,7 @@
 """A lane: memory of the instance that receives, into which one sender writes.
 
-It has a few slots, each with a word that a sender's stream writes behind the rows. Which slots may
+It has a few slots, each with a word that a sender's stream writes behind the rows; and as many for
+tokens (``tokens.py``). Which slots may
 be written again, the receiver tells by numbers in host memory, because a stream that waited for a
 word of another device's memory would depend on the link between them. A lane has one sender only:
 what one that is given up still writes disturbs nobody.
@@ -22,7 +23,11 @@ MOST_SLOT_BYTES = 8 << 20
 """Of 14B in bfloat16 819 rows; prompts of more take so long that their way does not show."""
 MOST_NUMBER = (1 << 31) - 1
 """Words have 32 bits, and streams compare them with a sign: after weeks a lane is asked anew."""
-_WORDS_BYTES = 256 * NUM_SLOTS
+MOST_TOKENS = 4096
+"""Of one step."""
+_TOKEN_BYTES = 8
+_WORD_BYTES = 256
+_WORDS_BYTES = _WORD_BYTES * 2 * NUM_SLOTS
 _TICKET = struct.Struct("<8sIII4x")
 _TICKET_MARK = b"kunshop1"
 TICKET_BYTES = _TICKET.size
@@ -92,7 +97,7 @@ def parted(
 
 def lane_bytes(slot_bytes: int, granularity_bytes: int) -> int:
     """What a lane takes of the device."""
-    wanted = NUM_SLOTS * slot_bytes + _WORDS_BYTES
+    wanted = NUM_SLOTS * (slot_bytes + MOST_TOKENS * _TOKEN_BYTES) + _WORDS_BYTES
     return -(-wanted // granularity_bytes) * granularity_bytes
 
 
@@ -127,10 +132,24 @@ class Slots:
         at = number % NUM_SLOTS * self.offer.slot_bytes
         return self._whole[at : at + num_bytes]
 
+    def tokens(self, number: int) -> torch.Tensor:
+        """Room for the tokens of a step, int64."""
+        at = self._num_bytes - _WORDS_BYTES - (1 + number % NUM_SLOTS) * MOST_TOKENS * _TOKEN_BYTES
+        return self._whole[at : at + MOST_TOKENS * _TOKEN_BYTES].view(torch.int64)
+
     def word(self, number: int) -> int:
         """Address of what says that the slot's rows are there."""
-        words = self._address + self._num_bytes - _WORDS_BYTES
-        return words + number % NUM_SLOTS * (_WORDS_BYTES // NUM_SLOTS)
+        return self.words[number % NUM_SLOTS]
+
+    def token_word(self, number: int) -> int:
+        """Address of what says that the step's tokens are there."""
+        return self.words[NUM_SLOTS + number % NUM_SLOTS]
+
+    @property
+    def words(self) -> list[int]:
+        """Addresses of all words."""
+        end = self._address + self._num_bytes
+        return list(range(end - _WORDS_BYTES, end, _WORD_BYTES))
 
     def is_free(self, number: int) -> bool:
         """Whether what was in that microbatch's slot has been read."""
@@ -171,9 +190,9 @@ class Lane:
             self._let_go()
             raise
         try:
-            for slot in range(NUM_SLOTS):  # memory is not always given out empty
-                driver.write_value(self.slots.word(slot), 0, stream)
-                driver.wait_value(self.slots.word(slot), 0, stream)
+            for word in self.slots.words:  # memory is not always given out empty
+                driver.write_value(word, 0, stream)
+                driver.wait_value(word, 0, stream)
             driver.synchronize(stream)
         except OSError:
             self.close()

@@ -3,12 +3,15 @@
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 
 import torch
 
+from kunserve.core.ids import GroupId, StepId
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.hops.lanes import (
     MOST_NUMBER,
+    MOST_TOKENS,
     NUM_SLOTS,
     OFFER_BYTES,
     Offer,
@@ -26,6 +29,10 @@ class Way:
         self.slots: Slots | None = None
         """None while it is not there, and once it is refused."""
         self.number = 1
+        self._group_id: GroupId | None = None
+        """Whose tokens are written."""
+        self._first_token_number = self._last_token_number = 0
+        """Of the group's step 0, if that had been written; and of the last step that was."""
         self._written = driver.event()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.setblocking(False)
@@ -70,6 +77,27 @@ class Way:
         self._driver.record(self._written, stream)
         self.number = number + 1
         return Ticket(slots.offer.lane, number, len(hidden))
+
+    def write_tokens(
+        self, parts: Sequence[torch.Tensor], group_id: GroupId, step_id: StepId, stream: int
+    ) -> Ticket | None:
+        """Have the stream write what a step samples, and its word; None without a lane.
+
+        Once this has given a ticket it is called for each of the group's steps that sample.
+        """
+        if self.slots is None or sum(map(len, parts)) > MOST_TOKENS:
+            return None
+        if group_id != self._group_id:
+            self._group_id = group_id
+            self._first_token_number = self._last_token_number + 1 - step_id
+        number = self._last_token_number = self._first_token_number + step_id
+        tokens, num_tokens = self.slots.tokens(number), 0
+        for part in parts:
+            tokens[num_tokens : num_tokens + len(part)].copy_(part)
+            num_tokens += len(part)
+        self._driver.write_value(self.slots.token_word(number), number, stream)
+        self._driver.record(self._written, stream)
+        return Ticket(self.slots.offer.lane, number, num_tokens)
 
     def note(self) -> Ticket | None:
         """For rows that go as bytes: which tickets were sent before them. None without a lane."""

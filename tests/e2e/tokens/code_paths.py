@@ -217,6 +217,12 @@ DEVICE = CodePath(
     guesses=True,
     some_are_right=True,
 )
+AHEAD_ON_DEVICES = replace(
+    DEVICE,
+    waves=(Wave(None, some(0, 4, num_tokens=60), 1), Wave(1, some(10, 13, num_tokens=60), 40)),
+    guesses=False,
+    some_are_right=False,
+)
 # Four layers: of five, which are small, a drop would add no block.
 PACKED = CodePath(
     "llama", 4, waves=(Wave(None, in_turn(some(0, 4)), 3), FEW[1]), quant=Quant.Q8_0
@@ -272,7 +278,8 @@ PATHS = [
     pytest.param(FOUR, id="four-stages"),
     pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
     pytest.param(DEVICE, id="device"),
-    pytest.param(replace(DEVICE, is_restored=False, after=crash), id="device-death"),
+    pytest.param(AHEAD_ON_DEVICES, id="device-ahead"),
+    pytest.param(replace(AHEAD_ON_DEVICES, is_restored=False, after=crash), id="device-death"),
     pytest.param(PACKED, id="q8_0"),
     pytest.param(replace(PACKED, quant=Quant.Q4_1), id="q4_1"),
     pytest.param(BFLOAT16, id="bfloat16"),

@@ -32,7 +32,7 @@ from kunserve_extras.torch_body.cuda.backend import CudaBackend
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.decoder import TorchDecoder
 from kunserve_extras.torch_body.graphs import GraphCounts
-from kunserve_extras.torch_body.hops import hops
+from kunserve_extras.torch_body.hops import reads
 from kunserve_extras.torch_body.hops.far import FarHops
 from kunserve_extras.torch_body.hops.hops import Hops
 from tests.conftest import wait_until as eventually
@@ -158,9 +158,10 @@ class HoppingEngine(DirectEngine):
         body, _ = self.stages[index]
         landed = None if hidden is None else body.hidden_from_bytes(bytearray(hidden))
         asked = body.launch(work, landed)
-        body.await_input(asked)
         to = "" if work.is_last else self.addresses[index + 1]
-        passed = body.pass_on(asked, to)
+        passed = body.write_ahead(asked, to)
+        if not body.await_input(asked):
+            passed = None
         outcome = body.collect(asked)
         if work.is_last:
             assert passed is None
@@ -204,7 +205,7 @@ def test_a_void_step_leaves_nothing_behind(
 ) -> None:
     """Its stage before has died behind its ticket, and this one computes alone then."""
     folder, expected = saved
-    monkeypatch.setattr(hops, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(reads, "PATIENCE_S", 0.0)
     backends = [CudaBackend(torch.device("cpu"), build()) for _ in HALVES]
     addresses = [fresh_address() for _ in HALVES]
     with ExitStack() as stack:

@@ -229,5 +229,4 @@ def test_what_cannot_be_is_said_at_once() -> None:
             FarHops(PipeBy.GLOO, torch.device("cpu"), address, row_bytes)
     hops = opened()
     assert hops.give(rows_of(1.0), "ipc:///there") is None
-    assert hops.give_ahead(rows_of(1.0), THERE) is None
     assert hops.take(bytes(2 * ROW_BYTES)) is None

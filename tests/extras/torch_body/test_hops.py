@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from kunserve.core.faults import StepVoid
+from kunserve.core.ids import GroupId, StepId
 from kunserve.engine.asked import Asked
 from kunserve.engine.backend import nothing_to_wait_for
 from kunserve.engine.cpu.hidden_rows import HiddenRows
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.hops import hops as hops_module
+from kunserve_extras.torch_body.hops import reads as reads_module
 from kunserve_extras.torch_body.hops import ways as ways_module
 from kunserve_extras.torch_body.hops.hops import Hops, LandedRows
 from kunserve_extras.torch_body.hops.lanes import MOST_NUMBER, NUM_SLOTS
@@ -73,7 +75,7 @@ class Pair:
 
     def receive(self, landed: HiddenRows) -> torch.Tensor:
         rows = landed.tensor(torch.float32)
-        self.second.ended(self.second.mark())
+        self.second.reads.ended(self.second.reads.mark())
         return rows
 
     def close(self) -> None:
@@ -88,10 +90,10 @@ def pair(fake: FakeCuda) -> Iterator[Pair]:
     made.close()
 
 
-def asked_of(hidden: HiddenRows, states: torch.Tensor, *, is_last: bool = False) -> Asked:
-    work: Any = SimpleNamespace(is_last=is_last)
+def asked_of(hidden: HiddenRows, states: torch.Tensor) -> Asked:
+    work: Any = SimpleNamespace(is_last=False)
     batch: Any = None
-    return Asked(work, batch, hidden, states, tuple, nothing_to_wait_for)
+    return Asked(work, batch, hidden, None, states, tuple, nothing_to_wait_for)
 
 
 def write_late(monkeypatch: pytest.MonkeyPatch, pair: Pair, delay_s: float) -> None:
@@ -129,7 +131,7 @@ def test_a_slot_is_written_again_only_when_it_was_read(pair: Pair) -> None:
     pair.send_bytes(rows_of(9.0))  # no slot is free
     first = landed[0].tensor(torch.float32)
     pair.send_bytes(rows_of(9.0))  # its step has not ended
-    pair.second.ended(pair.second.mark())
+    pair.second.reads.ended(pair.second.reads.mark())
     landed.append(pair.send(rows_of(4.0)))
     got = [first, *(pair.receive(one) for one in landed[1:])]
     assert [float(rows[0, 0]) for rows in got] == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -219,8 +221,8 @@ def test_who_does_not_wait_reads_garbage(pair: Pair, monkeypatch: pytest.MonkeyP
     slots = pair.way.slots
     assert slots is not None
     eventually(lambda: bool((slots.rows(1, 4) != 0).any()))
-    eventually(lambda: pair.second._value_at(slots.word(1)) == 1)
-    pair.second.ended(pair.second.mark())
+    eventually(lambda: pair.second.reads._value_at(slots.word(1)) == 1)
+    pair.second.reads.ended(pair.second.reads.mark())
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
@@ -228,15 +230,15 @@ def test_rows_that_never_come_hang_nobody(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, is_dead: bool
 ) -> None:
     """Of a sender that died behind its ticket, or hangs: the step is void."""
-    monkeypatch.setattr(hops_module, "PATIENCE_S", 1000.0 if is_dead else 0.2)
+    monkeypatch.setattr(reads_module, "PATIENCE_S", 1000.0 if is_dead else 0.2)
     write_late(monkeypatch, pair, 1000.0)
     landed = pair.send(rows_of(5.0))
     if is_dead:
         pair.way.socket.shutdown(2)
     states = landed.tensor(torch.float32)
-    assert asked_of(landed, states).states_to_come is None, "or its next stage would use them"
+    assert not asked_of(landed, states).await_input(), "or its next stage would use them"
     with pytest.raises(StepVoid):
-        pair.second.ended(pair.second.mark())
+        pair.second.reads.ended(pair.second.reads.mark())
 
 
 def test_what_is_computed_of_rows_is_told_of_once_they_are_there(
@@ -250,9 +252,8 @@ def test_what_is_computed_of_rows_is_told_of_once_they_are_there(
     looks: list[int] = []
     assert landed.await_all(lambda: looks.append(1))
     assert looks, "mail is read meanwhile"
-    assert asked_of(landed, states).states_to_come is states
-    assert asked_of(landed, states, is_last=True).states_to_come is None
-    pair.second.ended(pair.second.mark())
+    assert asked_of(landed, states).await_input()
+    pair.second.reads.ended(pair.second.reads.mark())
 
 
 def looks_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -321,3 +322,93 @@ def test_nobody_is_there_or_far_away(fake: FakeCuda) -> None:
         assert hops.give(rows_of(1.0), address) is None
         assert hops.give(rows_of(1.0), address) is None
     hops.close()
+
+
+# Tokens
+
+
+class Group:
+    """A pair's first stage and its last one, whose steps sample."""
+
+    def __init__(self, pair: Pair, number: int = 1) -> None:
+        self.last, self.leader, self.to = pair.first, pair.second, pair.address
+        self.group_id = GroupId(number)
+
+    def write(self, step: int, *tokens: int) -> bytes:
+        """In two parts, as of many rows."""
+        parts = [torch.tensor(tokens[:1]), torch.tensor(tokens[1:], dtype=torch.int64)]
+        word = self.last.write_tokens(parts, self.to, self.group_id, StepId(step))
+        assert word is not None
+        return bytes(word)
+
+    def tell(self, step: int, word: bytes) -> None:
+        self.leader.tokens_come(memoryview(word), self.group_id, StepId(step))
+
+    def read(self, step: int, num_tokens: int) -> list[int]:
+        """As a step that feeds on them, to its end."""
+        fed = self.leader.read_tokens(StepId(step), num_tokens)
+        assert fed.await_all()
+        self.leader.reads.ended(self.leader.reads.mark())
+        return fed.tokens.tolist()
+
+
+def test_tokens_are_read_without_a_ticket_of_their_own(pair: Pair) -> None:
+    """Once one step has told where; also of steps in between that sample nothing."""
+    group = Group(pair)
+    assert not group.leader.feeds_from(group.group_id)
+    word = group.write(3, 7, 8)
+    assert not group.leader.feeds_from(group.group_id), "it has not heard of them"
+    group.tell(3, word)
+    assert group.leader.feeds_from(group.group_id)
+    for step in range(4, 4 + 3 * NUM_SLOTS):
+        if step % 5:
+            group.write(step, step, step + 1, step + 2)
+            assert group.read(step, 2) == [step, step + 1]
+    assert torch.equal(pair.receive(pair.send(rows_of(1.0))), rows_of(1.0)), "rows have slots left"
+
+
+def test_another_group_s_tokens_are_not_taken_for_these(pair: Pair) -> None:
+    """Its steps are numbered anew, and its words are in the same places."""
+    former = Group(pair)
+    former.tell(0, former.write(0, 1))
+    for step in range(1, 10):
+        former.write(step, 1)
+    group = Group(pair, 2)
+    assert not group.leader.feeds_from(group.group_id)
+    group.tell(0, group.write(0, 2))
+    assert not group.leader.feeds_from(former.group_id)
+
+    def write_late() -> None:
+        group.last._driver.enter()
+        group.write(1, 3)
+
+    threading.Timer(0.1, write_late).start()
+    assert group.read(1, 1) == [3], "and not one of the former's"
+
+
+def test_a_lane_that_is_gone_feeds_nobody(pair: Pair) -> None:
+    group = Group(pair)
+    word = group.write(0, 1)
+    group.tell(0, word)
+    pair.way.socket.shutdown(2)
+    eventually(lambda: not group.leader.feeds_from(group.group_id))
+    group.tell(0, word[:-8] + bytes(8))
+    group.tell(0, b"something else")
+    assert not group.leader.feeds_from(group.group_id)
+
+
+@pytest.mark.parametrize("why", ["dead", "late", "nobody wants them"])
+def test_tokens_that_never_come_hang_nobody(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(reads_module, "PATIENCE_S", 0.2 if why == "late" else 1000.0)
+    group = Group(pair)
+    group.tell(0, group.write(0, 1))
+    if why == "dead":
+        pair.way.socket.shutdown(2)
+    if why == "nobody wants them":
+        threading.Timer(0.1, group.leader.stop_waiting).start()
+    fed = group.leader.read_tokens(StepId(1), 1)
+    assert not fed.await_all()
+    with pytest.raises(StepVoid):
+        group.leader.reads.ended(group.leader.reads.mark())

@@ -80,7 +80,7 @@ def serve(
             if num_steps == 3:
                 for number, one in enumerate(late, len(sampling)):
                     submit(agent, number, 40, one)
-            following, ahead = agent.next_ahead(0.0, body.feeds_back), None
+            following, ahead = agent.next_ahead(0.0, body), None
             if following is not None:
                 assert isinstance(following.step, StepWork)
                 chunks = following.step.plan.chunks

@@ -6,13 +6,16 @@ model knows seven tokens, of which one ends an output: often a step computes one
 
 import random
 from collections import Counter
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from kunserve.control.group.in_flight import InFlight
+from kunserve.control.group.scheduler import Scheduler
 from kunserve.core.request import SamplingParams
+from kunserve.core.step import StepPlan
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
 
@@ -24,7 +27,9 @@ FORMS = (
 )
 
 
-def play(seed: int, *, pool: int, block_size: int, caches: bool) -> FakeCluster:
+def play(
+    seed: int, *, pool: int, block_size: int, caches: bool, begins_as_pair: bool = False
+) -> FakeCluster:
     """Arrivals, aborts, drops and restores in an order that the seed gives."""
     draw = random.Random(seed)
     cluster = FakeCluster(
@@ -35,6 +40,9 @@ def play(seed: int, *, pool: int, block_size: int, caches: bool) -> FakeCluster:
         caches=caches,
     )
     cluster.runs_ahead = True
+    if begins_as_pair:
+        cluster.drop((0, 0, 2), (1, 2, 4))
+        cluster.run_until_idle()
     for _ in range(6):
         for number in range(draw.randint(1, 4)):
             sampling = FORMS[number](draw.randint(1, 20), draw.randint(0, 99))
@@ -65,18 +73,26 @@ def play(seed: int, *, pool: int, block_size: int, caches: bool) -> FakeCluster:
     pool=st.sampled_from([10, 16, 30]),
     block_size=st.sampled_from([2, 4]),
     caches=st.booleans(),
+    begins_as_pair=st.booleans(),
 )
 def test_every_request_has_its_own_tokens(
-    seed: int, pool: int, block_size: int, caches: bool
+    seed: int, pool: int, block_size: int, caches: bool, begins_as_pair: bool
 ) -> None:
-    play(seed, pool=pool, block_size=block_size, caches=caches)
+    play(seed, pool=pool, block_size=block_size, caches=caches, begins_as_pair=begins_as_pair)
 
 
 def test_steps_do_run_ahead_and_some_compute_a_token_for_nothing(
     monkeypatch: MonkeyPatch,
 ) -> None:
     counts: Counter[str] = Counter()
-    begin = InFlight.begin_ahead
+    begin, schedule = InFlight.begin_ahead, Scheduler.schedule_ahead
+
+    def scheduled(scheduler: Scheduler, *given: Any) -> StepPlan | None:
+        plan = schedule(scheduler, *given)
+        if plan is not None and scheduler._num_stages > 1:
+            counts["in pairs"] += 1
+            counts["of one microbatch"] += scheduler.num_in_flight == 1
+        return plan
 
     def counted(in_flight: InFlight) -> None:
         begin(in_flight)
@@ -87,7 +103,10 @@ def test_steps_do_run_ahead_and_some_compute_a_token_for_nothing(
             counts["for nothing"] += step.sampling.count(None)
 
     monkeypatch.setattr(InFlight, "begin_ahead", counted)
+    monkeypatch.setattr(Scheduler, "schedule_ahead", scheduled)
     for seed in range(8):
-        play(seed, pool=30, block_size=2, caches=bool(seed % 2))
+        play(seed, pool=30, block_size=2, caches=bool(seed % 2), begins_as_pair=seed > 3)
     assert counts["steps"] > 100 and counts["mixed"] > 5, counts
+    assert counts["in pairs"] > 15, counts
+    assert 5 < counts["of one microbatch"] < counts["in pairs"] - 5, counts
     assert 5 < counts["for nothing"] < counts["tokens"] / 2, counts

@@ -143,7 +143,7 @@ class Links:
     def _read(self, value: float, rows: LandedRows) -> None:
         read = rows.tensor(torch.float32)
         assert (read == value).all(), (read, value)
-        self.second.ended(self.second.mark())
+        self.second.reads.ended(self.second.reads.mark())
 
     def take_all(self) -> None:
         while self.under_way or self.landed:

@@ -15,7 +15,7 @@ from kunserve.core.config import (
     SpeculativeConfig,
 )
 from kunserve.core.cost import CostCoefficients
-from kunserve.core.ids import GroupId, PrefixId, RequestId
+from kunserve.core.ids import GroupId, PrefixId, RequestId, StepId
 from kunserve.core.plan import Measured, SwapPlan
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.step import SampledToken, StepPlan, StepResult
@@ -245,10 +245,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.stages = Stages(self.link.capacity_blocks)
         self.stages.salts = self.salts
-        self.plans: deque[tuple[StepPlan, list[int], bool]] = deque()
-        """With their input tokens; of one that runs ahead -1 - n for the n-th sampled last."""
-        self.sampled: list[int] = []
-        """By the last step that ran."""
+        self.plans: deque[tuple[StepPlan, list[int], StepId | None]] = deque()
+        """With their input tokens; of one that runs ahead -1 - n for the n-th of another step."""
+        self.sampled: dict[StepId, list[int]] = {}
+        """By the steps that ran."""
         self.results: deque[StepResult] = deque()
 
     @rule(
@@ -318,19 +318,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 *self.outputs[start.request_id],
             )
             assert start.token_ids == (known if start.sampling.needs_history else ())
-        self.plans.append((plan, self.scheduler.token_ids_of(plan).tolist(), False))
+        self.plans.append((plan, self.scheduler.token_ids_of(plan).tolist(), None))
 
     @rule(keeps_apart=st.booleans())
     def plan_ahead(self, keeps_apart: bool = False) -> None:
         """A body that does not feed requests with penalties back, or that does."""
-        is_due = self.scheduler.num_in_flight == 1 and not self.scheduler._in_flight.is_ahead
+        is_due = self.scheduler.num_in_flight > 0 and self.scheduler.feeds_on is None
         plan = self.scheduler.schedule_ahead(
             self.now_s,
             lambda sampling: not (keeps_apart and sampling.presence_penalty),
         )
         if plan is None:
             return
-        assert is_due and self.num_stages == 1 and self.config.speculative_config is None
+        assert is_due and self.config.speculative_config is None
+        feeds_on = self.scheduler.feeds_on
+        assert feeds_on is not None
         assert not (plan.released or plan.swapped_in or plan.swapped_out)
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(plan.chunks) <= self.config.max_num_seqs
@@ -339,7 +341,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         fed = [
             -1 - place if place >= 0 else token for place, token in zip(feeds, known, strict=True)
         ]
-        self.plans.append((plan, fed, True))
+        self.plans.append((plan, fed, feeds_on))
 
     def check_victim(self, request_id: RequestId, ran: set[RequestId]) -> None:
         """Nobody who goes on is less urgent (where a pause's bound does not ask for more)."""
@@ -352,11 +354,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plans)
     @rule()
     def execute(self) -> None:
-        plan, tokens, is_fed = self.plans.popleft()
-        if is_fed:
-            tokens = [self.sampled[-1 - token] if token < 0 else token for token in tokens]
+        plan, tokens, feeds_on = self.plans.popleft()
+        if feeds_on is not None:
+            sampled = self.sampled[feeds_on]
+            tokens = [sampled[-1 - token] if token < 0 else token for token in tokens]
         result = self.stages.run(plan, tokens)
-        self.sampled = [token.token_id for token in result.tokens]
+        self.sampled[plan.step_id] = [token.token_id for token in result.tokens]
         self.results.append(result)
 
     @precondition(lambda self: self.results)
@@ -517,11 +520,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class AheadMachine(SchedulerMachine):
-    """Of groups of one stage, where steps run ahead whenever they may."""
+    """Of groups of one stage or two, where steps run ahead whenever they may."""
 
     def form(self, num_stages: int, capacity: int, group: int) -> None:
         self.config = replace(self.config, speculative_config=None, max_num_batched_tokens=12)
-        super().form(1, capacity, group)
+        super().form(min(num_stages, 2), capacity, group)
 
     @rule(count=st.integers(5, 15))
     def run_ahead(self, count: int) -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from kunserve.cluster.instance import exchange_pause, long_steps
 from kunserve.cluster.instance import loop as instance_loop
+from kunserve.cluster.instance.device_loop import DeviceLoop
 from kunserve.cluster.instance.long_steps import LongSteps
-from kunserve.cluster.instance.loop import DeviceLoop, InstanceLoop
+from kunserve.cluster.instance.loop import InstanceLoop
 from kunserve.cluster.instance.mover import LayerLoader
 from kunserve.control.instance.agent import InstanceAgent
 from kunserve.control.instance.state import AgentConfig
@@ -167,9 +168,10 @@ class Instance:
         head: HeadShape | None = None,
         *,
         leads: bool = True,
+        body: type[Body] | None = None,
     ) -> None:
         specs = tuple(fake_spec(i, NUM_LAYERS, 64, head=head) for i in (ZERO, ONE))
-        self.body, self.mover = Body(specs[0], MODEL), Mover()
+        self.body, self.mover = (body or Body)(specs[0], MODEL), Mover()
         self.agent = make_agent(agent, self.body, self.mover)
         self.wires = wires = Wires(self.body)
         bounds = (0, NUM_LAYERS) if num_stages == 1 else (0, 2, NUM_LAYERS)

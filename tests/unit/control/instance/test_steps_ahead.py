@@ -1,5 +1,7 @@
 """What may not be done for a step that runs ahead, because the step before it still computes."""
 
+from typing import Any
+
 import pytest
 
 from kunserve.control.instance.agent import InstanceAgent
@@ -20,6 +22,19 @@ NUM_LAYERS = 2
 BLOCK_SIZE = 2
 WHOLE = LayerRange(0, NUM_LAYERS)
 Tokens = dict[RequestId, list[int | None]]
+
+
+class Device:
+    """See ``RunsAhead``."""
+
+    def __init__(self, *, penalises: bool = True) -> None:
+        self.penalises = penalises
+
+    def feeds_back(self, sampling: SamplingParams) -> bool:
+        return self.penalises or not sampling.presence_penalty
+
+    def reads_ahead(self, hidden: Any) -> bool:
+        return True
 
 
 class NotedBody(FakeBody):
@@ -61,7 +76,7 @@ def begin(agent: InstanceAgent) -> Work:
 
 
 def ahead(agent: InstanceAgent) -> Work | None:
-    return agent.next_ahead(0.0, lambda sampling: True)
+    return agent.next_ahead(0.0, Device())
 
 
 def end(agent: InstanceAgent, body: FakeBody, work: Work) -> StepOutcome:
@@ -196,7 +211,7 @@ def test_who_needs_its_token_here_is_not_begun_ahead_of_it() -> None:
     submit(agent, "decode", 3)
     work = begin(agent)
     submit(agent, "long", 40, presence_penalty=0.5)
-    assert agent.next_ahead(0.0, lambda sampling: not sampling.presence_penalty) is None
+    assert agent.next_ahead(0.0, Device(penalises=False)) is None
     assert ahead(agent) is not None, "another body may"
     end(agent, body, work)
 
