@@ -10,6 +10,8 @@ from kunserve.core.ids import InstanceId
 from kunserve.core.layout import LayerRange
 from kunserve.engine.backend import Loader, Wait, kv_in
 from kunserve.engine.cpu.decoder import StepLimits
+from kunserve.engine.cpu.hidden_rows import Hidden, HiddenRows
+from kunserve.engine.cpu.split_head import Part
 from kunserve.engine.layer_weights import ModelWeights
 from kunserve.engine.memory.memory import Memory
 from kunserve.engine.weights.loader import WeightLoader
@@ -169,6 +171,19 @@ class DeviceRanksBackend(SeveralRanks):
         ops = self._own.open_ops(spec_of_rank(spec, num_ranks), of_rank)
         own = DeviceShard(spec, weights, kv, config.block_size, ops, members.meeting, sums)
         return DeviceRanksDecoder(spec, own, members, config.block_size, self.device)
+
+    def open_hops(self, address: str) -> None:
+        """See ``Backend``. Hidden states are rank 0's: the others add zeros to them."""
+        self._own.open_hops(address)
+        self.ahead = self._own.ahead
+
+    def give(self, hidden: Hidden | Part, to: str) -> memoryview:
+        """See ``Backend``."""
+        return self._own.give(hidden, to)
+
+    def take(self, data: bytes | bytearray | memoryview, row_bytes: int) -> HiddenRows:
+        """See ``Backend``."""
+        return self._own.take(data, row_bytes)
 
     def mark(self) -> Wait:
         """See ``Backend``. Waiting raises RankLost, where a device would wait for a rank that is

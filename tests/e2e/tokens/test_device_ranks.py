@@ -28,8 +28,11 @@ from kunserve_extras.ranks.processes import Start
 from kunserve_extras.torch_body.cuda.backend import CudaBackend
 from kunserve_extras.torch_body.cuda.cards import STAND_IN
 from kunserve_extras.torch_body.cuda.driver import Driver
+from kunserve_extras.torch_body.hops.hops import Hops
+from tests.conftest import wait_until as eventually
 from tests.direct_engine import DirectEngine
 from tests.e2e.processes.test_lost_ranks import Deaths, lose_a_rank
+from tests.e2e.tokens.test_device_identity import HoppingEngine
 from tests.e2e.tokens.test_tensor_parallel import (
     HALVES,
     NUM_TOKENS,
@@ -40,6 +43,7 @@ from tests.extras.ranks.forked_ranks import fork_member
 from tests.fakecuda.library import KIB, MIB, FakeCuda, build
 from tests.tape import TapeRecorder
 from tests.tiny_models import KINDS, MORE_KINDS, SPARSE_KINDS, save_tiny, save_with_answers
+from tests.unit.transport.addresses import fresh_address
 
 LIMITS = SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=48)
 
@@ -284,3 +288,28 @@ def test_a_share_of_each_device(fake: FakeCuda, saved: tuple[Path, list[list[int
         assert DirectEngine([(body, LayerRange(0, 4))]).generate(PROMPTS, 4) == [
             tokens[:4] for tokens in saved[1]
         ]
+
+
+def test_ranks_of_stages_hear_of_steps_that_are_not_computed(
+    fake: FakeCuda, saved: tuple[Path, list[list[int]]]
+) -> None:
+    """Rank 0 has all hidden states."""
+    folder, expected = saved
+    addresses = [fresh_address() for _ in HALVES]
+    with ExitStack() as stack:
+        bodies = [stack.enter_context(closing(open_ranks(folder, 2, n))) for n in range(2)]
+        for body, address, keep in zip(bodies, addresses, HALVES, strict=True):
+            backend = body._backend
+            assert isinstance(backend, DeviceRanksBackend)
+            backend.open_hops(address)
+            assert isinstance(backend.ahead, Hops)
+            stack.callback(backend.ahead.close)
+            body.memory.drop(keep)
+        engine = HoppingEngine(list(zip(bodies, HALVES, strict=True)), addresses)
+        assert engine.generate(PROMPTS, NUM_TOKENS, 5) == expected
+        (way,) = bodies[0].ahead._ways.values()  # type: ignore[attr-defined]
+        eventually(lambda: way.slots)
+        began = engine.step_id
+        engine.num_ahead = 0
+        assert engine.generate(PROMPTS, NUM_TOKENS, 5) == expected
+        assert engine.num_ahead == engine.step_id - began

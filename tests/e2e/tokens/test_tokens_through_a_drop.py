@@ -125,10 +125,10 @@ def test_of_a_cluster(
     else:
         check_by_transformers(path, answers)
     assert answers.num_right_guesses or not path.some_are_right
-    if path.on_device and path.num_ranks == 1:
+    if path.on_device:
         err = capfd.readouterr().err
         assert "hidden states go into the memory of" in err
-        assert path.guesses or "feed on its last stage" in err
+        assert path.guesses or path.num_ranks > 1 or "feed on its last stage" in err
     assert max(answers.num_cached.values()) >= path.num_shared_tokens
     if path.is_traced:
         check_pipelined(check_trace(tmp_path / "trace.json"), path)
