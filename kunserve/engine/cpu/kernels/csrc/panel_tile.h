@@ -26,7 +26,8 @@ typedef elem factor;
 /* Rows of x that share a pass over a panel: their sums fill the registers. Where w is widened a pass
  * has as many as it can, because all share that; more than ALL_SLOTS_ROWS take two slots of a panel
  * at a time. Elsewhere, from two passes on, each has at least half as many: fewer would read the
- * panel more often than memory is waited for. */
+ * panel more often than memory is waited for. Up to FEWEST_PASSES_ROWS, passes are as full as they
+ * can be: there memory is waited for. */
 #ifdef ORDERS_X
 #define PASS_ROWS 14
 #define ALL_SLOTS_ROWS 7
@@ -37,13 +38,19 @@ typedef elem factor;
 #define PASS_ROWS 3
 #define LEAST_PASS_ROWS 2
 #endif
+#if PIECE < LANES
+#define FEWEST_PASSES_ROWS (2 * PASS_ROWS)
+#else
+#define FEWEST_PASSES_ROWS PASS_ROWS
+#endif
 
 /* Into how many passes over a panel so many rows are cut. */
 INLINE int passes_of(long rows) {
 #ifdef ORDERS_X
   return (int)((rows + PASS_ROWS - 1) / PASS_ROWS);
 #else
-  return rows <= PASS_ROWS ? 1 : (int)(rows / LEAST_PASS_ROWS);
+  if (rows <= FEWEST_PASSES_ROWS) return (int)((rows + PASS_ROWS - 1) / PASS_ROWS);
+  return (int)(rows / LEAST_PASS_ROWS);
 #endif
 }
 
@@ -159,7 +166,7 @@ INLINE void add_slot(const int rows, pf (*acc)[PASS_ROWS][4], const int slot, co
 }
 
 /* The slots `slot`, `slot` + `each`, ...; with `each` 2 their sums are added to `out`'s. `lines` (a
- * constant) of `next` are fetched in each step of the very first. */
+ * constant) of `next` are fetched in each step. */
 INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char *panel,
                            const char *x, long x_stride, long steps, const char *next,
                            const int slot, const int each) {
@@ -172,7 +179,7 @@ INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char 
   }
   for (long s = 0; s < steps; s++, panel += PANEL_STEP) {
     if (lines == OPEN_PAGES && slot == 0) open_page(panel);
-    UNROLL for (int line = 0; line < lines && slot == 0; line++) {
+    UNROLL for (int line = 0; line < lines; line++) {
       __builtin_prefetch(next + (s * lines + line) * 64, 0, 2);
     }
     UNROLL for (int c = slot; c < 4; c += each) {
@@ -194,7 +201,8 @@ INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char 
 }
 
 /* One row's sums fit the registers whole, and memory is read once. Where registers are small more
- * rows take two slots at a time, so that what is read of x still serves both pieces. */
+ * rows take two slots at a time, so that what is read of x still serves both pieces. Then the panel
+ * is read twice, and each time fetches half of what is to be fetched, so that memory never rests. */
 INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *panel,
                           const char *x, long x_stride, long steps, const char *next) {
 #ifdef ORDERS_X
@@ -202,8 +210,11 @@ INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *
 #else
   const int each = rows == 1 || PIECES == 1 ? 1 : 2;
 #endif
+  const int halves = PIECES > 1 && each == 2 && lines > 1;
   UNROLL for (int slot = 0; slot < each; slot++) {
-    panel_slots_of(rows, lines, out, panel, x, x_stride, steps, next, slot, each);
+    const int fetched = halves ? lines / 2 : slot == 0 || lines == OPEN_PAGES ? lines : 0;
+    const char *from = halves ? next + slot * steps * fetched * 64 : next;
+    panel_slots_of(rows, fetched, out, panel, x, x_stride, steps, from, slot, each);
   }
 }
 
@@ -236,7 +247,12 @@ PASSES(pass_fetching_all, 4)
 #undef MORE_PASSES
 #undef PASS
 
-#define HARDLY_COMPUTED 5 /* rows: up to here little but memory is waited for */
+/* Rows: up to here little but memory is waited for, and the panel is read once. */
+#if PIECE < LANES
+#define HARDLY_COMPUTED 1
+#else
+#define HARDLY_COMPUTED 5
+#endif
 
 /* out[i] = the 16 dot products of x's row i (factors, `x_stride` bytes after row i - 1) with the
  * panel, for pass `pass` of `passes`. Together the passes fetch `next`, the panel after it. */
