@@ -81,11 +81,13 @@ class Scraper:
         self._compare_with_instances()
 
     def _count(self, counted: dict[Labels, float], is_new_front: bool) -> None:
-        for key, value in self._seen.items():
-            assert key in counted or is_new_front, key
-            assert is_new_front or counted[key] >= value, (key, value, counted[key])
+        if not is_new_front:
+            assert self._seen.keys() <= counted.keys()
         for key, value in counted.items():
             last = self._seen.get(key, 0.0)
+            if value == last and key in self.counters:  # as most are
+                continue
+            assert is_new_front or value > last or key not in self._seen, (key, last, value)
             grown = value - last if value >= last else value
             self.counters[key] = self.counters.get(key, 0.0) + grown
         self._seen = counted
