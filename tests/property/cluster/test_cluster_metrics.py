@@ -7,6 +7,7 @@ fall, nor grow once nothing works any more, and the gauges of requests sum to th
 from collections import defaultdict
 from typing import Any, TypeAlias, cast
 
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
@@ -171,7 +172,7 @@ class MetricsMachine(TransitionsMachine):
             self.scraper.look()
 
 
-TestMetrics: Any = MetricsMachine.TestCase
+TestMetrics: Any = pytest.mark.dear(MetricsMachine.TestCase)
 TestMetrics.settings = settings(max_examples=examples(20), stateful_step_count=40)
 
 
