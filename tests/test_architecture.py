@@ -3,8 +3,11 @@
 import ast
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 HOUSES = [ROOT / name for name in ("kunserve", "kunserve_lab", "kunserve_extras")]
@@ -31,6 +34,7 @@ IMPORTS_LATE = {
     "kunserve/__init__.py",
     "kunserve/cli.py",
     "kunserve/engine/cpu/kernels/build.py",
+    "kunserve/model/source.py",
     "kunserve_lab/bench/bench_command.py",
     "kunserve_lab/bench/run.py",
     "kunserve_lab/compare/compare_command.py",
@@ -40,7 +44,8 @@ IMPORTS_LATE = {
     "kunserve/server/start/launch.py",
     "kunserve/server/start/launch_parts.py",
 }
-"""--help stays fast; torch, matplotlib and OpenTelemetry are optional, and numpy for a build."""
+"""--help stays fast; torch, matplotlib and OpenTelemetry are optional, and numpy for a build; an
+instance of a folder needs no hub."""
 MAX_LOOSE_FILES = 20
 SMALL_EXTRAS = {
     "admin.py",
@@ -66,6 +71,13 @@ def name_of(path: Path) -> str:
 def trees() -> dict[str, ast.Module]:
     """Read once, and only by the process that runs these tests: it takes seconds."""
     return {name_of(path): ast.parse(path.read_text(), name_of(path)) for path in FILES}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_at_the_end() -> Iterator[None]:
+    """Else whoever collects garbage later in this process looks at millions of nodes."""
+    yield
+    trees.cache_clear()
 
 
 def functions_in(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from kunserve.core.errors import ModelFiles
 
 LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -100,16 +97,18 @@ def fetch_tokenizer(name: str) -> Path:
 
 def _fetch(name: str, patterns: list[str]) -> Path:
     """A hub model's files, downloaded unless they are in the local cache."""
+    from huggingface_hub import errors, snapshot_download  # brings an HTTP client
+
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except HFValidationError as error:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except errors.HFValidationError as error:
         raise ModelFiles(f"model {name!r}: {_tried(name)}, and it is no hub id") from error
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         raise ModelFiles(
             f"model {name!r}: {_tried(name)}; the hub cannot be reached, and its local cache "
             "does not hold the model"
         ) from error
-    except (HfHubHTTPError, OSError) as error:
+    except (errors.HfHubHTTPError, OSError) as error:
         raise ModelFiles(f"model {name!r}: {_tried(name)}; the hub answers: {error}") from error
 
 

@@ -159,6 +159,7 @@ def test_a_front_that_cannot_be_started_again_is_tried_later(
     assert "no more processes" in caplog.text
 
 
+@pytest.mark.dear
 def test_two_fronts_are_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers, streams, refusals, sums, state, admin, deaths of fronts, and the drain."""
     with several() as server:

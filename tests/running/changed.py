@@ -30,6 +30,11 @@ ASKERS = {"find_extra", "every_extra"}
 """Of ``kunserve.core.extras``: the first argument is a group of entry points."""
 
 
+TELLING = {
+    *(ast.Import, ast.ImportFrom, ast.Attribute, ast.Call, ast.BinOp, ast.Constant),
+    *(ast.Expr, ast.FunctionDef),
+}
+"""Nodes that are looked at: most are not."""
 SELECTED = pytest.StashKey[set[str]]()
 """Test files to collect."""
 
@@ -51,6 +56,10 @@ class Graph:
         self._users: dict[str, set[str]] = defaultdict(set)
         self._sayers: dict[str, set[str]] = defaultdict(set)
         """Files by strings, or the heads of paths, in them."""
+        self._called: dict[str, list[str]] = defaultdict(list)
+        """Files by their last names."""
+        for file in self.files:
+            self._called[file.rpartition("/")[2]].append(file)
         for file in self.files:
             for user, name in self._names(file):
                 for needed in self._resolved(name):
@@ -94,7 +103,7 @@ class Graph:
             if str(folder / "conftest.py") in self.files:
                 yield file, module_of(str(folder / "conftest.py"))
         is_test = file.startswith(("tests/", "benchmarks/"))
-        nodes = list(ast.walk(tree))
+        nodes = [node for node in ast.walk(tree) if type(node) in TELLING]
         texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         late = functions_in(nodes) if file.endswith("__init__.py") else set()
         for node in nodes:
@@ -123,7 +132,8 @@ class Graph:
                         yield from ((user, module_of(f)) for f in self._ending(text))
 
     def _ending(self, path: str) -> Iterator[str]:
-        return (file for file in self.files if f"/{file}".endswith(f"/{path}"))
+        alike = self._called[path.rpartition("/")[2]]
+        return (file for file in alike if f"/{file}".endswith(f"/{path}"))
 
     def _resolved(self, name: str) -> Iterator[str]:
         """Files of a module, of what is named in one, or of all that begins so (``a.b.``)."""

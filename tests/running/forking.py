@@ -125,6 +125,15 @@ class Source:
         self, program: Sequence[str], order: bytes, shared: Sequence[int] = ()
     ) -> tuple[int, int, int]:
         """The process, and what to read its words and its end from; it inherits ``shared``."""
+        pid, order_out, said_in, end_in = self.fork_open(program, shared)
+        with contextlib.suppress(BrokenPipeError), os.fdopen(order_out, "wb") as file:
+            file.write(order)
+        return pid, said_in, end_in
+
+    def fork_open(
+        self, program: Sequence[str], shared: Sequence[int] = ()
+    ) -> tuple[int, int, int, int]:
+        """As ``fork``, with what to write its orders to behind the process."""
         pipes = [os.pipe() for _ in range(3)]
         (order_in, order_out), (said_in, said_out), (end_in, end_out) = pipes
         os.set_inheritable(order_out, False)
@@ -132,10 +141,7 @@ class Source:
         socket.send_fds(self._socket, [task], [order_in, said_out, 2, end_out, *shared])
         for fd in (order_in, said_out, end_out):
             os.close(fd)
-        pid = int(self._socket.recv(32))
-        with contextlib.suppress(BrokenPipeError), os.fdopen(order_out, "wb") as file:
-            file.write(order)
-        return pid, said_in, end_in
+        return int(self._socket.recv(32)), order_out, said_in, end_in
 
 
 @cache

@@ -48,16 +48,20 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 def modules_of(items: list[pytest.Item]) -> Iterator[deque[Chunk]]:
     """Of each module its chunks. Tests that share a fixture of their module stay together: they
     come last, those of the first folders behind all, because forks that begin there are to have
-    done with what cannot be parted before others have nothing left.
+    done with what cannot be parted before others have nothing left. Behind even these come single
+    tests that are marked as ``dear``.
     """
+    dear = [place for place, item in enumerate(items) if item.get_closest_marker("dear")]
+    others = [place for place in range(len(items)) if place not in dear]
     whole = []
-    for _, places in groupby(range(len(items)), lambda place: items[place].path):
+    for _, places in groupby(others, lambda place: items[place].path):
         of_module = list(places)
         if any(_shares(items[place]) for place in of_module):
             whole.append(deque([of_module]))
         else:
             yield deque([place] for place in of_module)
     yield from reversed(whole)
+    yield from (deque([[place]]) for place in dear)
 
 
 def _shares(item: pytest.Item) -> bool:

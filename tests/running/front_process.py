@@ -11,8 +11,9 @@ It reads commands line by line and answers each with a line of JSON.
 
 import asyncio
 import json
+import os
+import select
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from kunserve.cluster.driver.local import LocalCluster
 from kunserve.cluster.processes.launch import Launcher, LocalLauncher
 from kunserve.core.ids import InstanceId
 from kunserve.core.plan import Plan
+from tests.running.forking import source_of
 from tests.running.live_cluster import FAKE, Client, config
 
 
@@ -99,34 +101,39 @@ class Front:
         ray: str = "",
     ) -> None:
         arguments = [str(folder), str(num_instances), str(faults), json.dumps(settings), ray]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.running.front_process", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        program = ("-m", "tests.running.front_process", *arguments)
+        # A fork: what a front imports takes longer than most of what it is asked for.
+        self.pid, orders, words, self._end = source_of(program, 1).fork_open(program)
+        self._code: int | None = None
+        self._orders = os.fdopen(orders, "w", buffering=1)
+        self._words = os.fdopen(words)
 
     def hear(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._words.readline()
         assert line, "the front has died"
         return json.loads(line)
 
     def ask(self, command: str) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
+        self._orders.write(command + "\n")
         return self.hear()
 
     def die(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """By ``kill -9``, if it has not ended."""
+        if self.wait(0.0) is None:
+            os.kill(self.pid, signal.SIGKILL)
+            assert self.wait(60.0) is not None
+
+    def wait(self, within_s: float) -> int | None:
+        """Its exit code, or None if it has not ended by then."""
+        if self._code is None and select.select([self._end], [], [], within_s)[0]:
+            self._code = int(os.read(self._end, 16))
+        return self._code
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
     def __enter__(self) -> "Front":
         assert self.hear() == "serving"
@@ -138,14 +145,13 @@ class Front:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.process.poll() is None:
-            if kind is None:
-                assert self.ask("leave") == "gone"
-                self.process.wait(60.0)
-            self.die()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        if kind is None and self.wait(0.0) is None:
+            assert self.ask("leave") == "gone"
+            assert self.wait(60.0) == 0
+        self.die()
+        self._orders.close()
+        self._words.close()
+        os.close(self._end)
 
 
 if __name__ == "__main__":

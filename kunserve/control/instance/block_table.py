@@ -305,8 +305,9 @@ class BlockTable:
 
     def check(self) -> None:
         """Assert that every unit is held once or free once, and lies below ``num_units``."""
-        runs = self._live_runs()
-        self._free.check(runs["start"], runs["start"] + runs["length"], self.num_units)
+        held = np.nonzero(self._end > self._first)
+        places = self.tables[held]
+        self._free.check(places + self._first[held], places + self._end[held], self.num_units)
         assert self._free.run_length == self.layers.num_layers, self.layers
         assert self.rows.keys() == self.counts.keys()
         rows = sorted([*self.rows.values(), *self._free_rows])

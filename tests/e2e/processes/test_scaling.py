@@ -236,8 +236,7 @@ def test_the_next_front_finds_the_cluster_as_large_as_it_was(tmp_path: Path) -> 
         first.ask("scale 2")
         wait_until(lambda: len(first.ask("state")["groups"]) == 2, 100.0)
         pids = first.ask("state")["pids"]
-        os.kill(first.process.pid, signal.SIGKILL)
-        first.process.wait()
+        first.die()
     with Front(tmp_path / "run", 1, faults, {}) as second:
         wait_until(lambda: len(second.ask("state")["groups"]) == 2, 100.0)
         assert second.ask("state")["pids"] == pids

@@ -12,7 +12,9 @@ import pytest
 
 from kunserve.cluster.processes.process_mark import mark_of
 from tests.conftest import wait_until
+from tests.tiny_models import save_tiny, save_tokenizer
 
+SIZES = ["--load-format", "dummy", "--instance-memory", "16MiB"]
 _HOLD = """
 import sys, time
 from kunserve_lab.bench.server_process import running_server
@@ -22,9 +24,16 @@ with running_server(sys.argv[1:]) as server:
 """
 
 
-def test_a_comparison_that_is_terminated_stops_its_server() -> None:
-    flags = ["smollm2-135m", "--load-format", "dummy", "--instance-memory", "600MiB"]
-    command = [sys.executable, "-c", _HOLD, *flags]
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny one with a tokenizer: to start and to end is the same for all."""
+    folder = save_tiny(tmp_path_factory.mktemp("served"), "llama")
+    save_tokenizer(folder)
+    return str(folder)
+
+
+def test_a_comparison_that_is_terminated_stops_its_server(model: str) -> None:
+    command = [sys.executable, "-c", _HOLD, model, *SIZES, "--num-instances", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         host, port = holder.stdout.readline().strip().removeprefix("http://").split(":")
@@ -35,16 +44,16 @@ def test_a_comparison_that_is_terminated_stops_its_server() -> None:
         socket.create_connection((host, int(port)), timeout=5.0)
 
 
-def _serve(port: int, log: Path) -> subprocess.Popen[bytes]:
-    flags = ["--load-format", "dummy", "--instance-memory", "600MiB", "--port", str(port)]
+def _serve(model: str, port: int, log: Path) -> subprocess.Popen[bytes]:
+    flags = [*SIZES, "--port", str(port)]
     flags += ["--front-grace", "200"]  # a busy machine takes longer to start one than 30 s
-    command = [sys.executable, "-m", "kunserve.cli", "serve", "smollm2-135m", *flags]
+    command = [sys.executable, "-m", "kunserve.cli", "serve", model, *flags]
     with log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file)
 
 
 def _text(url: str) -> str:
-    body = {"model": "smollm2-135m", "prompt": "The sea", "max_tokens": 8, "temperature": 0}
+    body = {"prompt": "The sea", "max_tokens": 8, "temperature": 0}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
@@ -53,7 +62,7 @@ def _text(url: str) -> str:
 
 @pytest.mark.timeout(300)
 def test_the_same_command_takes_the_instances_of_a_killed_server_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No weights are loaded: the processes are the same, and so is what they say."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -72,14 +81,14 @@ def test_the_same_command_takes_the_instances_of_a_killed_server_over(
         return bool(known["status"] == "ok" and known["instances"] == 2)
 
     client = httpx.Client(timeout=10.0)  # each new one reads all certificates of the system
-    first = _serve(port, log)
+    first = _serve(model, port, log)
     second = None
     try:
         wait_until(is_whole, 100.0)
         text, marks = _text(url), json.loads(state.read_bytes())["marks"]
         first.kill()
         first.wait()
-        second = _serve(port, log)
+        second = _serve(model, port, log)
         wait_until(is_whole, 100.0)
         assert json.loads(state.read_bytes())["marks"] == marks
         assert _text(url) == text

@@ -75,14 +75,14 @@ def with_one_beginning() -> list[dict[str, Wanted]]:
 
 
 def long_ones() -> dict[str, Wanted]:
-    draws = [np.random.default_rng(i).integers(100, 30000, 40 + 30 * i).tolist() for i in range(5)]
-    return in_turn({f"r{i}": Wanted(prompt, 48) for i, prompt in enumerate(draws)})
+    draws = [np.random.default_rng(i).integers(100, 30000, 40 + 30 * i).tolist() for i in range(3)]
+    return in_turn({f"r{i}": Wanted(prompt, 32) for i, prompt in enumerate(draws)})
 
 
 FEW = (Wave(None, some(1, 5), 3), Wave(1, some(10, 16), 2))
 SHARED = with_one_beginning()
 LONG = long_ones()
-BACKWARDS = {"late": Wanted(LONG["r4"].prompt[::-1], 4, SEEDED)}
+BACKWARDS = {"late": Wanted(LONG["r2"].prompt[::-1], 4, SEEDED)}
 
 
 async def nothing_more(cluster: LocalCluster, answers: Answers, folder: Path) -> None:

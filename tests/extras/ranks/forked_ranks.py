@@ -1,6 +1,7 @@
 """Ranks as forks of the test's process: a child of its own would import torch for seconds."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -47,6 +48,7 @@ def fork_member(end: socket.socket) -> ForkedRank:
     if pid:
         return ForkedRank(pid)
     code = 1
+    gc.freeze()  # a rank collects once: it would look at, and so copy, all that the tests have made
     try:
         # Whoever has the other end must not be a rank, or nobody would see that it is closed.
         # Numbers stay taken, because objects of the parent still close theirs here.

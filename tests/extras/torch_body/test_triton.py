@@ -69,6 +69,7 @@ def interpret(*what: str) -> None:
     assert "passed" in output and "skipped" not in output
 
 
+@pytest.mark.dear
 def test_they_do_what_plain_torch_and_a_cpu_do() -> None:
     """One process for all, because torch and Triton take as long to load as most of them do."""
     interpret(KERNELS, EXPERTS, PRODUCTS)

@@ -30,6 +30,7 @@ def call(*args: str) -> Result:
     return CliRunner().invoke(simulate_command, args)
 
 
+@pytest.mark.dear
 def test_everything_is_written_and_equal_seeds_give_equal_files_however_many_run_at_once(
     tmp_path: Path,
 ) -> None:

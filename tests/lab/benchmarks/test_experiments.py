@@ -57,6 +57,7 @@ def test_the_documents_have_the_tables_that_the_committed_results_give() -> None
         assert write_tables(text) == text, "run `python -m benchmarks.paper.reproduction --tables`"
 
 
+@pytest.mark.dear
 def test_what_the_claims_rest_on_is_what_todays_code_gives() -> None:
     """Where this fails the simulator's answers have changed, and the claims are of another code.
 

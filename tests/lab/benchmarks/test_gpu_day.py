@@ -29,6 +29,7 @@ def figures_of(lines: str) -> dict[str, float | None]:
     return {figure["name"]: figure["value"] for figure in found}
 
 
+@pytest.mark.dear
 def test_phases_without_a_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +72,7 @@ def test_servers_that_are_asked_once(
     assert {"tokens", "largest margin of those", "a token", "all done after"} <= set(found)
 
 
+@pytest.mark.dear
 def test_two_processes_under_load(tmp_path: Path) -> None:
     found = gpu_day.run_apart("P6", Day("fake", tmp_path), 250.0, ("14b, mapped",))
     assert found["outcome"] == gpu_day.DONE, found["log"]

@@ -5,6 +5,7 @@ Who leaves gives its requests away while others arrive, are cancelled and die wi
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ def run_a_little(cluster: FakeCluster, draw: random.Random) -> None:
         cluster.check_after(action)
 
 
+@pytest.mark.dear
 @settings(max_examples=examples(30))
 @given(
     pools=st.lists(st.sampled_from([30, 60, 100]), min_size=2, max_size=4),
