@@ -187,6 +187,8 @@ class EngineBody:
 
     def reads_ahead(self, hidden: Hidden) -> bool:
         """Whether a step may now be launched that reads these of the stage before."""
+        if self._sampler.waits_for_host:  # its tokens would wait for that step
+            return False
         return self._may_run_ahead and isinstance(hidden, HiddenRows) and hidden.may_come_later
 
     @property

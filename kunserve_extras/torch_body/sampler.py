@@ -127,6 +127,8 @@ class TorchSampler(Sampler):
             largest = None if found is None else (found[0][some], found[1][some])
             asked.append(self._ask_batch(batch, logits[some], positions[some], largest))
         self.asked = [one.tokens for one in asked]
+        batches = [one.step.batch for one in asked]
+        self.waits_for_host = any(batch.may_sort or batch.on_host for batch in batches)
 
         def take() -> tuple[SampledToken, ...]:
             sampled = tuple([token for one in asked for token in self._take_batch(one)])

@@ -71,6 +71,9 @@ class Sampler:
 
     asked: Sequence[torch.Tensor] = ()
     """On the device: tokens [n] that were asked for last, in the order of their rows."""
+    waits_for_host = False
+    """Whether some of these are chosen, or used, only once the host has seen others: by what the
+    device is asked for then, behind whatever else it was asked for."""
 
     def __init__(self, eos_ids: Sequence[int], vocab_size: int, forms: Forms | None = None) -> None:
         """Without ``forms`` a request for a structured output ends with an error."""

@@ -306,3 +306,19 @@ def test_the_lowest_of_equals_wins() -> None:
 def test_a_request_that_is_not_known_gets_no_token() -> None:
     (token,) = TorchSampler((2,), VOCAB).sample(torch.zeros(1, VOCAB), [RequestId("?")], [0])
     assert token.token_id is None
+
+
+def test_it_says_when_tokens_wait_for_what_the_host_asks_for_then() -> None:
+    """A step that is asked for before would hold them up."""
+    sampler = TorchSampler((EOS,), VOCAB)
+    for number, params in enumerate(KINDS):
+        sampler.start(start_of(number, params, []))
+    found = []
+    for number in range(len(KINDS)):
+        take = sampler.ask(torch.from_numpy(logits_of(1, 1)), [RequestId(f"r{number}")], [0])
+        found.append(sampler.waits_for_host)
+        take()
+    alone = [sampler.chooses_alone(params) or bool(params.bad_words) for params in KINDS]
+    assert found == [not one for one in alone] and True in found
+    sampler.ask(torch.from_numpy(logits_of(1, 2)), [RequestId("r0"), RequestId("r2")], [0, 0])()
+    assert sampler.waits_for_host, "one of two"
