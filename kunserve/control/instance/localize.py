@@ -122,17 +122,16 @@ def localize_ahead(
     if membership is None or membership.head is not None:
         return None
     scheduler, ready = membership.scheduler, membership.ready
-    if scheduler is not None and not ready:
-        plan = scheduler.schedule_ahead(now_s, device.feeds_back)
-        if plan is not None:
-            ready.append((plan, None))
-    elif scheduler is not None or not (ready and _is_light(membership, ready[0][0])):
+    if scheduler is None:
+        if not (ready and _is_light(membership, ready[0][0]) and device.reads_ahead(ready[0][1])):
+            return None
+    elif ready:
         return None
-    if not ready:
+    elif (formed := scheduler.schedule_ahead(now_s, device.feeds_back)) is not None:
+        ready.append((formed, None))
+    else:
         return None
     plan, hidden = ready[0]
-    if scheduler is None and not device.reads_ahead(hidden):
-        return None
     step = localize(state, change, membership, plan, runs_ahead=True)
     if step is None:
         return None  # blocks must be packed for it first, while nothing runs
