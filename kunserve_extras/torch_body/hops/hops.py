@@ -104,6 +104,8 @@ class Hops:
         self._left: list[Way] = []
         """To be closed."""
         self._source: TokenSource | None = None
+        self._fed_group: GroupId | None = None
+        """The last one of which a step has fed on tokens."""
         self._own_stream, self._thread_stream = driver.stream(), driver.stream()
         self.reads = Reads(driver, self._lock, self._thread_stream)
         try:  # the device's word is not enough
@@ -195,7 +197,12 @@ class Hops:
             if way is None:
                 self._ask(to)
                 return None
-            ticket = way.write_tokens(parts, group_id, step_id, self._stream)
+            try:
+                ticket = way.write_tokens(parts, group_id, step_id, self._stream)
+            except OSError as error:
+                logger.warning("tokens go through hosts to %s for a while: %s", to, error)
+                self._leave(to)
+                return None
         self._catch_up()
         return None if ticket is None else ticket.to_bytes()
 
@@ -206,12 +213,7 @@ class Hops:
             lane = None if ticket is None else self._lanes.get(ticket.lane)
             if ticket is None or lane is None:
                 return
-            former, self._source = (
-                self._source,
-                TokenSource(group_id, lane, ticket.number - step_id),
-            )
-        if former != self._source:
-            logger.info("steps of the group feed on its last stage's device group=%d", group_id)
+            self._source = TokenSource(group_id, lane, ticket.number - step_id)
 
     def feeds_from(self, group_id: GroupId) -> bool:
         """Whether steps of that group can feed on what its last stage samples."""
@@ -221,7 +223,11 @@ class Hops:
     def read_tokens(self, step_id: StepId, num_tokens: int) -> TokensToCome:
         """A copy of a step's first tokens, behind a wait of the stream for them."""
         assert self._source is not None, step_id
-        lane, number = self._source.lane, self._source.first_number + step_id
+        group_id, lane, first_number = self._source
+        if group_id != self._fed_group:
+            self._fed_group = group_id
+            logger.info("steps of the group feed on its last stage's device group=%d", group_id)
+        number = first_number + step_id
         with self._lock:
             lane.num_open += 1
         read = self.reads.open(lane, number, self._stream, are_tokens=True)

@@ -83,7 +83,8 @@ class Way:
     ) -> Ticket | None:
         """Have the stream write what a step samples, and its word; None without a lane.
 
-        Once this has given a ticket it is called for each of the group's steps that sample.
+        Once this has given a ticket it is called for each of the group's steps that sample. Raises
+        OSError once all numbers are used up: a step that awaits these tokens is void then.
         """
         if self.slots is None or sum(map(len, parts)) > MOST_TOKENS:
             return None
@@ -91,6 +92,8 @@ class Way:
             self._group_id = group_id
             self._first_token_number = self._last_token_number + 1 - step_id
         number = self._last_token_number = self._first_token_number + step_id
+        if number > MOST_NUMBER:
+            raise OSError("a lane has no more numbers")
         tokens, num_tokens = self.slots.tokens(number), 0
         for part in parts:
             tokens[num_tokens : num_tokens + len(part)].copy_(part)

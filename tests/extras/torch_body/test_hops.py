@@ -412,3 +412,19 @@ def test_tokens_that_never_come_hang_nobody(
     assert not fed.await_all()
     with pytest.raises(StepVoid):
         group.leader.reads.ended(group.leader.reads.mark())
+
+
+def test_a_lane_without_numbers_for_tokens_is_asked_anew(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After months: streams compare words with a sign."""
+    monkeypatch.setattr(hops_module, "RETRY_S", 0.0)
+    group, former = Group(pair), pair.way
+    former._last_token_number = MOST_NUMBER - 1
+    group.tell(0, group.write(0, 1))
+    assert group.read(0, 1) == [1]
+    assert pair.first.write_tokens([torch.tensor([2])], pair.address, GroupId(1), StepId(1)) is None
+    assert pair.first.write_tokens([torch.tensor([3])], pair.address, GroupId(1), StepId(2)) is None
+    eventually(lambda: pair.way is not former and pair.way.slots is not None)
+    group.tell(3, group.write(3, 4))
+    assert group.read(3, 1) == [4]
