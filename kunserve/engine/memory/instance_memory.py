@@ -1,7 +1,9 @@
 """One instance's memory: packed weights, and KV units backed as far as granules reach."""
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +100,8 @@ class InstanceMemory:
         """None: the instance has weights of its own, and may drop them."""
         self.held = LayerRange(0, model.num_layers)
         self._second_places = SecondPlaces(self.arena)
+        self._noted: list[tuple[int, int, int]] | None = None
+        """Copies of what is mapped, within ``at_once``."""
         try:
             self.weights, self.kv = self._map_all(own_weights, kv_granules)
         except OSError as error:
@@ -245,7 +249,10 @@ class InstanceMemory:
     def _put(self, spans: Spans, data: Content) -> None:
         pages = self.arena.pages
         if isinstance(data, Mapped):
-            pages.copy(pair_up(spans, data.spans))
+            if self._noted is not None:
+                self._noted += pair_up(spans, data.spans)
+            else:
+                pages.copy(pair_up(spans, data.spans))
         elif isinstance(data, InFile):
             assert isinstance(pages, HostPages), data
             pages.fill(spans, data)
@@ -261,6 +268,16 @@ class InstanceMemory:
     def places(self) -> Places:
         """See ``MovableMemory``."""
         return self
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """See ``Places``."""
+        self._noted = []
+        try:
+            yield
+            self.arena.pages.copy(self._noted)
+        finally:
+            self._noted = None
 
     @property
     def shared_fd(self) -> int | None:
@@ -305,12 +322,8 @@ class InstanceMemory:
 
     def copy_units(self, copies: tuple[UnitCopy, ...]) -> None:
         """Copy in order; a later copy may read what an earlier one wrote."""
-        self.arena.pages.copy(
-            [
-                (self._unit_span(dst, num_units)[0], *self._unit_span(src, num_units))
-                for src, dst, num_units in copies
-            ]
-        )
+        span = self._unit_span
+        self.arena.pages.copy([(span(dst, num)[0], *span(src, num)) for src, dst, num in copies])
 
     def units_at(self, unit: int, num_units: int) -> int:
         """Address of consecutive backed units."""

@@ -1,5 +1,6 @@
 """An instance's memory as bytes: what movers read and fill, wherever it lies."""
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,10 @@ class Places(Protocol):
     @property
     def granules(self) -> Granules | None:
         """What peers can map; None if they cannot. Nothing is located where both are None."""
+        ...
+
+    def at_once(self) -> contextlib.AbstractContextManager[None]:
+        """Within, what is mapped is only noted where it is put; at the end all is copied."""
         ...
 
     def locate_units(self, unit_runs: UnitRuns) -> Extents:

@@ -20,7 +20,7 @@ from kunserve.core.transfer import KvPull, LayerPull
 from kunserve.transport.bulk import wire as bulk_wire
 from kunserve.transport.bulk.giver import BulkGiver
 from kunserve.transport.bulk.granule_server import GranuleServer, open_desk
-from kunserve.transport.bulk.movable_memory import Granules, MovableMemory
+from kunserve.transport.bulk.movable_memory import Granules, Mapped, MovableMemory
 from kunserve.transport.bulk.pacing import BulkPacing
 from kunserve.transport.bulk.shared_files import Counts, PeerFiles
 from kunserve.transport.bulk.sink import BulkSink, Pulled
@@ -89,6 +89,9 @@ class BulkMover:
         self._source = BulkSource(memory, self._counts, _shared(self._desk, granules))
         self._peer_files = PeerFiles(granules)
         self._has_file = places is not None and places.shared_fd is not None
+        self._may_map = granules is not None
+        self._mapped: list[tuple[int, Mapped]] = []
+        """Tickets of chunks that are to be copied from where they are mapped."""
         self._sink = BulkSink(memory, self._pacing, self._peer_files.has_mapped, self._is_read)
         self._addresses: dict[InstanceId, tuple[str, str]] = {}
         """With keys, which are empty without a network."""
@@ -257,9 +260,9 @@ class BulkMover:
                 if self._is_closing:
                     return
                 self._rewire()
-                self._share()
                 self._hear_requests()
                 self._hear_replies()
+                self._share()
                 self._giver.give()
                 self._ask()
                 self._wait()
@@ -292,6 +295,8 @@ class BulkMover:
                 link = connect_dealer(address[0], route, context=self._context, guard=guard)
                 self._links[peer] = (address, link)
                 self._poller.register(link, zmq.POLLIN)
+                if self._may_map and self._may_read(peer):
+                    link.send(bulk_wire.encode(bulk_wire.Where()), zmq.NOBLOCK)
 
     def _share(self) -> None:
         """Hand out granules of this memory, and map those of others."""
@@ -342,6 +347,7 @@ class BulkMover:
                     self._peer_files.got_bytes(src)
                 with self._lock:
                     self._sink.on_reply(reply.ticket, reply.answer, data, time.monotonic())
+            self._copy_mapped()
             # Once for all that had come: the loop's thread would take turns with the copies.
             self._tell_loop()
 
@@ -349,10 +355,19 @@ class BulkMover:
         # Locked, because a remap would move the place that is filled. A chunk of this machine's
         # memory takes less than a millisecond.
         with self._peer_files.find(src, located) as found, self._lock:
-            if found is None:
+            if isinstance(found, Mapped):
+                self._mapped.append((ticket, found))
+            elif found is None:
                 self._sink.ask_again(ticket)
             else:
                 self._sink.on_reply(ticket, Answer.DATA, found, time.monotonic())
+
+    def _copy_mapped(self) -> None:
+        """All at once, because a device shared by processes does each only in its turn."""
+        if self._mapped:
+            with self._lock:
+                self._sink.on_mapped(self._mapped)
+            self._mapped.clear()
 
     def _ask(self) -> None:
         while True:

@@ -5,7 +5,7 @@ A source that does not answer holds up its own pulls only.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -216,18 +216,8 @@ class BulkSink:
         pull = entry.pull
         match answer:
             case Answer.DATA:
-                if data is None or not pull.target.write(entry.first, entry.num, data):
-                    self._end(pull, "the source sent a chunk of another size")
-                    return
-                if isinstance(data, Mapped | InFile) and not data.holds():
-                    # Void bytes do no harm: nobody reads there before the pull has ended.
-                    pull.again.append((entry.first, entry.first + entry.num))
-                    return
-                pull.unknown_since_s = None
-                pull.num_placed += entry.num
-                self.num_bytes += data.nbytes
-                if pull.num_placed == pull.target.num_items:
-                    self._end(pull, None)
+                is_put = data is not None and pull.target.write(entry.first, entry.num, data)
+                self._placed(entry, data if is_put else None)
             case Answer.REFUSED:
                 self._end(pull, "the source has withdrawn it")
             case Answer.LOCATED:
@@ -239,6 +229,35 @@ class BulkSink:
                     pull.unknown_since_s = now_s
                 elif now_s - pull.unknown_since_s > self._pacing.unknown_grace_s:
                     self._end(pull, "the source never heard of it")
+
+    def on_mapped(self, found: Sequence[tuple[int, Mapped]]) -> None:
+        """Sources told where chunks lie, by their tickets: all are copied at once."""
+        places = self._memory.places
+        assert places is not None, found
+        put: list[tuple[_InFlight, Mapped | None]] = []
+        with places.at_once():
+            for ticket, data in found:
+                if (entry := self._in_flight.pop(ticket, None)) is not None:
+                    is_put = entry.pull.target.write(entry.first, entry.num, data)
+                    put.append((entry, data if is_put else None))
+        for entry, placed in put:
+            if any(entry.pull is pull for pull in self._pulls):  # else a chunk before has ended it
+                self._placed(entry, placed)
+
+    def _placed(self, entry: _InFlight, data: Content | None) -> None:
+        """A chunk's bytes are where they belong; None: they were not as many as they should be."""
+        pull = entry.pull
+        if data is None:
+            self._end(pull, "the source sent a chunk of another size")
+        elif isinstance(data, Mapped | InFile) and not data.holds():
+            # Void bytes do no harm: nobody reads there before the pull has ended.
+            pull.again.append((entry.first, entry.first + entry.num))
+        else:
+            pull.unknown_since_s = None
+            pull.num_placed += entry.num
+            self.num_bytes += data.nbytes
+            if pull.num_placed == pull.target.num_items:
+                self._end(pull, None)
 
     def ask_again(self, ticket: int) -> None:
         """What the source answered was of no use: its chunk is to be asked for once more."""
@@ -305,8 +324,8 @@ class BulkSink:
 
     def _most_in_flight(self, src: InstanceId) -> int:
         """Chunks in flight, over all sources, with which another one may be asked of this one."""
-        pacing = self._pacing
-        return pacing.max_read_in_flight if self._has_read(src) else pacing.max_in_flight
+        is_told = self._has_read(src) or self._has_mapped(src)
+        return self._pacing.max_read_in_flight if is_told else self._pacing.max_in_flight
 
     def _stalled(self, now_s: float) -> set[InstanceId]:
         """Sources that owe a chunk for too long."""

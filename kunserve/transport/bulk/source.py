@@ -14,6 +14,7 @@ from kunserve.transport.bulk.wire import (
     Chunk,
     Int32Array,
     KvChunk,
+    LayerChunk,
     Located,
     SharedFile,
     SharedGranules,
@@ -90,6 +91,15 @@ class BulkSource:
         """The chunk's bytes, copied; or where they lie; or why there are none."""
         if isinstance(chunk, KvChunk):
             return self._serve_kv(chunk)
+        return self._serve_layer(chunk) if isinstance(chunk, LayerChunk) else self._say_where()
+
+    def _say_where(self) -> tuple[Answer, Located | None]:
+        shared = self._shared(None)
+        return (
+            (Answer.REFUSED, None) if shared is None else (Answer.LOCATED, Located(*shared[1], ()))
+        )
+
+    def _serve_layer(self, chunk: LayerChunk) -> tuple[Answer, Bytes | Located | None]:
         if self.offered is None or not self.offered.first <= chunk.layer < self.offered.end:
             return Answer.REFUSED, None
         left = self._memory.layer_bytes - chunk.offset

@@ -45,7 +45,14 @@ class LayerChunk(msgspec.Struct, frozen=True, array_like=True):
     may_read: bool = False
 
 
-Chunk: TypeAlias = KvChunk | LayerChunk
+class Where(msgspec.Struct, frozen=True, array_like=True):
+    """Where does your memory lie? Asked before anything moves, because mapping it takes longer."""
+
+    ticket: int = -1
+    """Of no chunk."""
+
+
+Chunk: TypeAlias = KvChunk | LayerChunk | Where
 
 
 class Answer(enum.IntEnum):
@@ -120,7 +127,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     located: Located | None = None
 
 
-_CODEC: Codec[Chunk | Reply] = Codec((KvChunk, LayerChunk, Reply))
+_CODEC: Codec[Chunk | Reply] = Codec((KvChunk, LayerChunk, Reply, Where))
 encode = _CODEC.encode
 
 

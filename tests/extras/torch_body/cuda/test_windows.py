@@ -17,10 +17,11 @@ from kunserve.core.layout import LayerRange
 from kunserve.engine.memory.pages import Copies, pair_up
 from kunserve.transport.bulk import granule_server
 from kunserve.transport.bulk.granule_server import GranuleServer, OpenWindow
-from kunserve.transport.bulk.movable_memory import Bytes, UnitRuns
+from kunserve.transport.bulk.movable_memory import Bytes, Mapped, UnitRuns
 from kunserve.transport.bulk.mover import BulkMover
 from kunserve.transport.bulk.pacing import BulkPacing
 from kunserve.transport.bulk.peer_windows import PeerWindows
+from kunserve.transport.bulk.sink import BulkSink
 from kunserve.transport.bulk.wire import SharedGranules
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.cuda.pages import DevicePages
@@ -85,10 +86,8 @@ class World:
         np.testing.assert_array_equal(self.theirs.units_at([18, 0, 6]), want)
 
     def open_window(self) -> None:
-        """The first bytes are sent, and the granules come meanwhile."""
-        self.pull("first")
+        """Before anything moves."""
         eventually(lambda: self.taker._peer_files.has_mapped(ZERO))
-        self.ours.num_sent_bytes = 0
 
     def close(self) -> None:
         for one in (self.giver, self.taker):
@@ -121,6 +120,29 @@ def test_granules_are_mapped_once_and_copied_from(
     assert fake.left()["mappings"] == mappings, "mapped once"
     links = [os.readlink(f"/proc/self/fd/{fd}") for fd in descriptors()]
     assert sum("fakecuda" in link for link in links) == fake.left()["memories"], "its own only"
+
+
+def test_what_has_been_told_of_is_copied_at_once(driver: Driver) -> None:
+    """A chunk of another size ends its pull, and no other one's."""
+    memory, copies = Watched(driver), list[int]()
+    memory.before_copy = lambda: copies.append(memory.num_mapped_bytes)
+    sink = BulkSink(memory, BulkPacing(mapped_chunk_bytes=memory.unit_bytes), lambda _: True)
+    pieces = [piece(name, 0, (0, 2), (0, 1)) for name in ("bad", "good")]
+    for number, what in enumerate(pieces):
+        sink.pull_kv(what, entries(6 * number))
+    asked = [sink.next_ask(0.0) for _ in range(4)]
+    assert None not in asked and sink.next_ask(0.0) is None
+    source, num_bytes = memory.kv_base_address + 12 * memory.unit_bytes, memory.unit_bytes
+    found = [(number, Mapped([(source, num_bytes)], lambda: True)) for number in range(4)]
+    found[0] = 0, Mapped([(source, num_bytes - 1)], lambda: True)
+    sink.on_mapped([*found, (99, found[1][1])])
+    sink.check()
+    assert [(done.what, done.ok) for done in sink.drain()] == [
+        (pieces[0], False),
+        (pieces[1], True),
+    ]
+    assert len(copies) == 1 and memory.num_mapped_bytes == 3 * num_bytes
+    memory.close()
 
 
 def test_weights_come_the_same_way_into_what_was_dropped(world: World) -> None:
@@ -259,10 +281,9 @@ signal.pause()
     )
     assert source.stdout is not None and source.stdout.readline() == b"ready\n"
     taker.connect({ZERO: address})
-    for _ in range(2):
-        taker.pull_kv(piece("r", 0, (0, 6), (0, BLOCKS)), entries(0, 6, 12))
-        assert [done.refusal for done in ended(taker, 1)] == [None]
-        eventually(lambda: taker._peer_files.has_mapped(ZERO))
+    eventually(lambda: taker._peer_files.has_mapped(ZERO))
+    taker.pull_kv(piece("r", 0, (0, 6), (0, BLOCKS)), entries(0, 6, 12))
+    assert [done.refusal for done in ended(taker, 1)] == [None]
     assert theirs.num_mapped_bytes == 18 * theirs.unit_bytes
     starts = np.arange(18, dtype=np.uint8).repeat(theirs.unit_bytes)
     np.testing.assert_array_equal(theirs.units_at([0, 6, 12]), starts)
