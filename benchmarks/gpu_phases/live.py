@@ -98,16 +98,13 @@ class Asker:
         assert record.outcome.value == "done", record.ending
         return record
 
-    def longest_pause_s(self, from_s: float, until_s: float) -> float:
-        """Between two tokens of one answer, of which the later came in that time."""
-        return max(
-            (
-                after - before
-                for answer in self.answers.values()
-                for before, after in itertools.pairwise(answer.times_s)
-                if from_s <= after <= until_s
-            ),
-            default=0.0,
+    def pauses_s(self, from_s: float, until_s: float) -> list[float]:
+        """Between two tokens of one answer, of which the later came in that time; sorted."""
+        return sorted(
+            after - before
+            for answer in self.answers.values()
+            for before, after in itertools.pairwise(answer.times_s)
+            if from_s <= after <= until_s
         )
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from benchmarks.gpu_kit.parts import Part
 from benchmarks.gpu_phases.live import Asker, describe, with_cluster
-from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES, GIB, MIB, SHAPES, Machine
+from benchmarks.gpu_phases.machine import FAKE_GRANULARITY_BYTES, GIB, MIB, SHAPES, Machine, median
 from benchmarks.gpu_phases.models import BESIDE_BYTES, write_model
-from benchmarks.report import Report
+from benchmarks.report import Report, Setting
 from kunserve.core.config import (
     ClusterConfig,
     InstanceConfig,
@@ -81,20 +81,21 @@ def _measure(
                 asker.ask(name, prompt, num_tokens)
             await asker.flow(3)
             for change in (lambda: asker.cluster.drop(None), asker.cluster.restore):
+                await asyncio.sleep(_AFTER_S)
                 began = time.monotonic()
                 record = await asker.change(change)
                 await asyncio.sleep(_AFTER_S)
                 until = time.monotonic()
                 describe(report, record, model=spec.name, bytes=way, round=number)
-                report.add(
-                    "longest pause of a stream",
-                    asker.longest_pause_s(began, until) * 1e3,
-                    "ms",
-                    transition=record.kind,
-                    model=spec.name,
-                    bytes=way,
-                    round=number,
-                )
+                before, during = (
+                    asker.pauses_s(began - _AFTER_S, began), asker.pauses_s(began, until)
+                )  # fmt: skip
+                where: dict[str, Setting] = {"transition": record.kind, "model": spec.name}
+                where |= {"bytes": way, "round": number}
+                if before:
+                    report.add("between two tokens before", median(before) * 1e3, "ms", **where)
+                if during:
+                    report.add("longest pause of a stream", during[-1] * 1e3, "ms", **where)
             for name in names:
                 asker.cluster.abort(RequestId(name))
             await asker.until(lambda: asker.cluster.num_unfinished() == 0)

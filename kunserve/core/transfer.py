@@ -46,3 +46,5 @@ class PeerAddress(NamedTuple):
     """Of the process, on a network: it tells the process from those before it."""
     machine: str = ""
     """Instances of equal ones can read each other's memory files."""
+    maps: bool = False
+    """It maps the memory of those on its machine that do so too, which takes longer than a drop."""

@@ -162,7 +162,7 @@ def _assemble(
         body,
         mover,
     )
-    address = PeerAddress(peers.address, mover.address)
+    address = PeerAddress(peers.address, mover.address, maps=mover.maps)
     if network is not None:
         address = address._replace(public_key=network.public_key, machine=network.machine)
     ready = Ready(replace(spec, place=order.place), address, max_model_len, loaded.summary)

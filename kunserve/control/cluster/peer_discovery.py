@@ -1,5 +1,7 @@
 """Which instances know each other: they are introduced before a command that needs it.
 
+Where they map each other's memory they are introduced at once: until a drop it is mapped.
+
 Addresses and keys go out as differences, and only to those who need them. A full mesh would be a
 million connections between a thousand instances, and each start would be told to all of them.
 """
@@ -43,10 +45,17 @@ class PeerDiscovery:
         """Layers that each gives to others now."""
 
     def arrived(self, instance_id: InstanceId, address: PeerAddress) -> None:
-        """An instance lives, and knows nobody."""
+        """An instance lives, and knows nobody but those whose memory it is to map."""
         self.left(instance_id)
+        near = [
+            peer
+            for peer, at in self._addresses.items()
+            if at.maps and address.maps and at.machine == address.machine
+        ]
         self._addresses[instance_id] = address
         self._known[instance_id] = {}
+        for peer in near[: self._most]:
+            self.introduce((instance_id, peer))
 
     def left(self, instance_id: InstanceId) -> None:
         """It does not live any more: whoever knows it is told."""

@@ -89,7 +89,8 @@ class BulkMover:
         self._source = BulkSource(memory, self._counts, _shared(self._desk, granules))
         self._peer_files = PeerFiles(granules)
         self._has_file = places is not None and places.shared_fd is not None
-        self._may_map = granules is not None
+        self.maps = granules is not None
+        """Whether it takes KV and weights from where they are mapped, once it knows a source."""
         self._mapped: list[tuple[int, Mapped]] = []
         """Tickets of chunks that are to be copied from where they are mapped."""
         self._sink = BulkSink(memory, self._pacing, self._peer_files.has_mapped, self._is_read)
@@ -295,7 +296,7 @@ class BulkMover:
                 link = connect_dealer(address[0], route, context=self._context, guard=guard)
                 self._links[peer] = (address, link)
                 self._poller.register(link, zmq.POLLIN)
-                if self._may_map and self._may_read(peer):
+                if self.maps and self._may_read(peer):
                     link.send(bulk_wire.encode(bulk_wire.Where()), zmq.NOBLOCK)
 
     def _share(self) -> None:

@@ -50,6 +50,7 @@ from kunserve.core.plan import Measured, Plan
 from kunserve.core.request import FinishReason, Request, SamplingParams
 from kunserve.core.snapshots import TransitionRecord
 from kunserve.core.tokens import TokenIds
+from kunserve.core.transfer import PeerAddress
 from kunserve_lab.world.fake_body import fake_spec
 
 NUM_LAYERS = 4
@@ -122,7 +123,9 @@ class Brain:
             place=place,
             shared_weights_bytes=self.shared_weights_bytes,
         )
-        self.tell(number, Ready(spec, f"address {number}", 400, "fake"))
+        self.tell(
+            number, Ready(spec, PeerAddress(f"links {number}", f"bulk {number}"), 400, "fake")
+        )
 
     def tell(self, number: int, event: Event) -> None:
         """An instance says something."""

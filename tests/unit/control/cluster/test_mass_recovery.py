@@ -20,6 +20,7 @@ from kunserve.core.messages import (
     Ready,
 )
 from kunserve.core.plan import Plan
+from kunserve.core.transfer import PeerAddress
 from tests.specs import instance_spec
 
 NUM_LAYERS = 20
@@ -36,7 +37,11 @@ class Lost:
         count = num_whole + 2 * num_pairs
         for number in map(InstanceId, range(count)):
             spec = instance_spec(number, NUM_LAYERS, 1000)
-            self.controller.on(number, Ready(spec, f"address {number}", 400, "fake"), 0.0)
+            self.controller.on(
+                number,
+                Ready(spec, PeerAddress(f"links {number}", f"bulk {number}"), 400, "fake"),
+                0.0,
+            )
         for taker, message in self.commands():
             if isinstance(message, Form):
                 self.controller.on(taker, Formed(taker, message.layout.group_id, 0), 0.0)

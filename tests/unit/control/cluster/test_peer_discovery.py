@@ -22,9 +22,11 @@ class World:
         for i in range(num):
             self.arrive(i)
 
-    def arrive(self, number: int, process: int = 0) -> None:
-        at = PeerAddress(f"tcp://10.0.0.1:{number}", f"tcp://10.0.0.2:{number}", f"key {process}")
+    def arrive(self, number: int, process: int = 0, machine: str = "", maps: bool = False) -> None:
+        links, bulk = f"tcp://10.0.0.1:{number}", f"tcp://10.0.0.2:{number}"
+        at = PeerAddress(links, bulk, f"key {process}", machine, maps)
         self.book.arrived(InstanceId(number), at)
+        self.book.check()
 
     def introduce(self, *numbers: int) -> None:
         self.book.introduce(map(InstanceId, numbers))
@@ -58,6 +60,17 @@ def test_only_what_is_new_is_told() -> None:
     assert names(world.told()) == {0: [2], 1: [2], 2: [0, 1]}
     world.introduce(2, 1, 0)
     assert world.told() == {}
+
+
+def test_those_that_map_each_others_memory_are_told_at_once() -> None:
+    world = World(1)
+    for number, machine in enumerate(("one", "one", "other", "one"), 1):
+        world.arrive(number, machine=machine, maps=True)
+    assert names(world.told()) == {1: [2, 4], 2: [1, 4], 4: [1, 2]}
+    world.introduce(1, 2, 4)
+    assert world.told() == {}
+    world.arrive(2, process=1, machine="one", maps=True)
+    assert names(world.told()) == {1: [2], 2: [1, 4], 4: [2]}
 
 
 def test_who_computes_long_steps_is_given_time() -> None:
