@@ -24,10 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_kit import children, evidence, parts
+from benchmarks.gpu_kit import children, evidence, parts, story
 from benchmarks.gpu_kit.calls import CALL_S, CALLS, SETUP_S, Leg
-from benchmarks.gpu_phases import story
-from benchmarks.gpu_phases.story import DONE
+from benchmarks.gpu_kit.story import DONE
 from kunserve_extras.torch_body.cuda.driver import LIBRARY
 
 ROOT = Path(__file__).parent.parent

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_day
-from benchmarks.gpu_phases import story
+from benchmarks.gpu_kit import story
 
 PHASES = {"P0": "probe", "P5": "speed", "P6": "load", "P7": "spike"}
 
