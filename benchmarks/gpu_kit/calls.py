@@ -57,7 +57,7 @@ CALLS = {
     ),
     "B": Call(
         "is it fast?",
-        (Leg("P0", 60.0), Leg("P2", 110.0), Leg("P5", 200.0), Leg("P5b", 150.0)),
+        (Leg("P0", 60.0), Leg("P2", 120.0), Leg("P5", 190.0), Leg("P5b", 150.0)),
     ),
     "C": Call(
         "does it help in a burst?",
