@@ -28,6 +28,7 @@ from benchmarks.gpu_kit import children, evidence, parts, story
 from benchmarks.gpu_kit.calls import CALL_S, CALLS, SETUP_S, Leg
 from benchmarks.gpu_kit.story import DONE
 from kunserve_extras.torch_body.cuda.driver import LIBRARY
+from kunserve_lab.bench.server_process import SERVER_LOGS
 
 ROOT = Path(__file__).parent.parent
 _PACK_EVERY_S = 15.0
@@ -35,8 +36,6 @@ _PACK_EVERY_S = 15.0
 _SANITIZE_S = 90.0
 _REHEARSAL_TIMES = 5.0
 """Limits are for a borrowed GPU. A rehearsal may share two cores: only what hangs is stopped."""
-SERVER_LOGS = "KUNSERVE_SERVER_LOGS"
-"""Tells servers that a phase starts where to keep their logs."""
 
 
 @dataclass(frozen=True, slots=True)
