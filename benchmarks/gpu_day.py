@@ -59,6 +59,7 @@ PHASES = {
     "P5b": Phase("yardstick", 240.0),
     "P8": Phase("costs", 240.0),
     "P7": Phase("spike", 510.0),
+    "P12": Phase("served", 150.0),
     "P3b": Phase("ranks", 180.0),
     "P9": Phase("peer", 150.0),
     "P10": Phase("vllm_identity", 180.0),
@@ -305,7 +306,7 @@ def _parser() -> argparse.ArgumentParser:
             + [f"  {name}  {call.shows}\n     {call.arithmetic}" for name, call in CALLS.items()]
         ),
     )
-    parser.add_argument("--call", choices=CALLS, help="one of five, each under ten minutes")
+    parser.add_argument("--call", choices=CALLS, help="one of six, each under ten minutes")
     parser.add_argument("--phases", type=_names, default=list(PHASES), metavar="S,P3,...")
     parser.add_argument("--out", type=Path, default=Path("out/gpu_day"))
     parser.add_argument("--evidence", type=Path, metavar="DIR", help="a packed file of each phase")

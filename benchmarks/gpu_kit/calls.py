@@ -67,5 +67,9 @@ CALLS = {
         "what is left",
         (Leg("P7", 260.0), Leg("P3b", 140.0), Leg("P9", 110.0)),
     ),
+    "F": Call(
+        "what does a client see of one instance?",
+        (Leg("P12", 150.0), Leg("P5", 130.0), Leg("P2", 120.0)),
+    ),
     "E": Call("do vLLM's model classes gain as much?", (Leg("P10", 180.0), Leg("P11", 330.0))),
 }
