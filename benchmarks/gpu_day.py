@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_kit import children, evidence, parts
+from benchmarks.gpu_kit import children, evidence, parts, story
 from benchmarks.gpu_kit.calls import CALL_S, CALLS, SETUP_S, Leg
-from benchmarks.gpu_phases import story
-from benchmarks.gpu_phases.story import DONE
+from benchmarks.gpu_kit.story import DONE
 from kunserve_extras.torch_body.cuda.driver import LIBRARY
+from kunserve_lab.bench.server_process import SERVER_LOGS
 
 ROOT = Path(__file__).parent.parent
 _PACK_EVERY_S = 15.0
@@ -36,8 +36,6 @@ _PACK_EVERY_S = 15.0
 _SANITIZE_S = 90.0
 _REHEARSAL_TIMES = 5.0
 """Limits are for a borrowed GPU. A rehearsal may share two cores: only what hangs is stopped."""
-SERVER_LOGS = "KUNSERVE_SERVER_LOGS"
-"""Tells servers that a phase starts where to keep their logs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,7 @@ PHASES = {
     "P5b": Phase("yardstick", 240.0),
     "P8": Phase("costs", 240.0),
     "P7": Phase("spike", 510.0),
+    "P12": Phase("served", 150.0),
     "P3b": Phase("ranks", 180.0),
     "P9": Phase("peer", 150.0),
     "P10": Phase("vllm_identity", 180.0),
@@ -307,7 +306,7 @@ def _parser() -> argparse.ArgumentParser:
             + [f"  {name}  {call.shows}\n     {call.arithmetic}" for name, call in CALLS.items()]
         ),
     )
-    parser.add_argument("--call", choices=CALLS, help="one of five, each under ten minutes")
+    parser.add_argument("--call", choices=CALLS, help="one of six, each under ten minutes")
     parser.add_argument("--phases", type=_names, default=list(PHASES), metavar="S,P3,...")
     parser.add_argument("--out", type=Path, default=Path("out/gpu_day"))
     parser.add_argument("--evidence", type=Path, metavar="DIR", help="a packed file of each phase")

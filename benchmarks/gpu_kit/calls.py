@@ -57,7 +57,7 @@ CALLS = {
     ),
     "B": Call(
         "is it fast?",
-        (Leg("P0", 60.0), Leg("P2", 110.0), Leg("P5", 200.0), Leg("P5b", 150.0)),
+        (Leg("P0", 60.0), Leg("P2", 120.0), Leg("P5", 190.0), Leg("P5b", 150.0)),
     ),
     "C": Call(
         "does it help in a burst?",
@@ -66,6 +66,10 @@ CALLS = {
     "D": Call(
         "what is left",
         (Leg("P7", 260.0), Leg("P3b", 140.0), Leg("P9", 110.0)),
+    ),
+    "F": Call(
+        "what does a client see of one instance?",
+        (Leg("P12", 150.0), Leg("P5", 130.0), Leg("P2", 120.0)),
     ),
     "E": Call("do vLLM's model classes gain as much?", (Leg("P10", 180.0), Leg("P11", 330.0))),
 }

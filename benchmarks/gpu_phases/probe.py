@@ -23,7 +23,7 @@ from benchmarks.gpu_phases.machine import (
     Machine,
     median,
 )
-from benchmarks.report import Report
+from benchmarks.report import Report, Setting
 from kunserve_extras.torch_body.cuda.driver import Driver
 from kunserve_extras.torch_body.cuda.host_kv import Copy, HostCopies, PinnedPool
 from kunserve_extras.torch_body.cuda.pages import DevicePages
@@ -100,14 +100,17 @@ def _facts(machine: Machine, report: Report) -> None:
 
 
 def _doctor(machine: Machine, report: Report) -> None:
+    """What it says, and in how many seconds: on a bare machine it compiles the CPU's kernels."""
     try:
         from kunserve_extras.doctor import examine
     except ImportError as error:
         report.add("doctor", None, "", verdict="not run", subject="", said=str(error))
         return
+    began = time.perf_counter()
     for finding in examine(machine.library):
-        text = finding.text
-        report.add("doctor", None, "", verdict=finding.verdict, subject=finding.subject, said=text)
+        seconds, began = time.perf_counter() - began, time.perf_counter()
+        where: dict[str, Setting] = {"verdict": finding.verdict, "subject": finding.subject}
+        report.add("doctor", seconds, "s", **where, said=finding.text)
 
 
 def _ceilings(machine: Machine, report: Report) -> None:

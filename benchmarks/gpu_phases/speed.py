@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -13,6 +13,7 @@ from benchmarks.gpu_phases.kernels import operations
 from benchmarks.gpu_phases.machine import GIB, KIB, MIB, REHEARSED_ROUNDS, SHAPES, Machine
 from benchmarks.gpu_phases.smoke import recorder_on
 from benchmarks.report import Report, Setting
+from kunserve.core.errors import TooLittleMemory
 from kunserve.core.ids import RequestId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams
@@ -32,6 +33,8 @@ from kunserve_extras.torch_body.sampler import TorchSampler
 
 _RECORD_S = 30.0
 """For graphs of steps: the largest size comes first."""
+_BESIDE_BYTES = 3 * GIB
+"""What steps take of a device beside weights and KV: graphs, logits, activations."""
 _SLOW_ROWS = 16
 """Plain torch attends to one sequence after the other: more rows would only take time."""
 _SLOW_TOKENS = 2048
@@ -46,6 +49,7 @@ def run(machine: Machine, report: Report) -> None:
     first, sparse = names[0], "30b-a3b" if machine.is_real else "tiny-sparse"
     machine.do(
         *(Part(f"{n}, tokens by graphs", partial(_by_graphs, machine, report, n)) for n in names),
+        Part(f"{first}, mixed steps", partial(_mixed, machine, report, first)),
         Part("drawn as Qwen asks", partial(_drawn, machine, report, first)),
         Part("prompts", partial(_prompts, machine, report, first, kernels, sizes[0])),
         Part("tokens one by one", partial(_tokens, machine, report, first, kernels, sizes[0])),
@@ -66,31 +70,76 @@ def _batches(machine: Machine, ops: str) -> list[int]:
     return [num for num in few if ops != "torch" or num <= _SLOW_ROWS]
 
 
+def fitting(wanted: Sequence[int], most: int) -> tuple[int, ...]:
+    """Of these batches those of up to ``most`` rows; for the largest, where it is more than that,
+    the largest power of two.
+    """
+    assert sorted(wanted) == list(wanted), wanted
+    fit = [rows for rows in wanted if rows <= most]
+    power = 1 << most.bit_length() - 1 if most > 0 else 0
+    if wanted[-1] > most and power and power not in fit:
+        fit.append(power)
+    return tuple(sorted(fit))
+
+
+def _rows_that_fit(machine: Machine, spec: ModelSpec, block_size: int, context: int) -> int:
+    """Sequences of that context whose KV fits beside weights that are there already."""
+    free_bytes, _ = machine.driver().memory_bytes()
+    beside_bytes = _BESIDE_BYTES if machine.is_real else 0
+    row_bytes = -(-(context + block_size) // block_size) * spec.block_bytes(block_size)
+    return max(0, free_bytes - beside_bytes) // row_bytes
+
+
 @contextlib.contextmanager
 def _decoder(
-    machine: Machine, name: str, ops: str, block_size: int, num_tokens: int, is_recorded: bool
+    machine: Machine, name: str, ops: str, block_size: int, num_tokens: int
 ) -> Iterator[TorchDecoder]:
-    """A model with random weights, and KV memory for so many tokens."""
+    """A model with random weights that records nothing, and KV memory for so many tokens."""
     spec = SHAPES[name]
     weights = _random_weights(spec, machine.torch_device)
     with kv_cache(machine, spec, num_tokens, block_size) as kv:
-        recorder = recorder_on(machine) if is_recorded else None
-        yield TorchDecoder(spec, weights, kv, block_size, operations(spec)[ops], recorder)
+        yield TorchDecoder(spec, weights, kv, block_size, operations(spec)[ops])
+
+
+@contextlib.contextmanager
+def _recorded(
+    machine: Machine, name: str, wanted: Sequence[int]
+) -> Iterator[tuple[TorchDecoder, tuple[int, ...]]]:
+    """One whose steps are recorded, and which of the batches wanted fit into the memory left.
+
+    Raises TooLittleMemory.
+    """
+    spec, context = SHAPES[name], _context(machine)
+    block_size, ops = _recorded_with(machine)
+    weights = _random_weights(spec, machine.torch_device)
+    batches = fitting(wanted, _rows_that_fit(machine, spec, block_size, context))
+    if not batches:
+        raise TooLittleMemory(f"no sequence of {context} tokens fits beside {spec.name}'s weights")
+    most = batches[-1]
+    with kv_cache(machine, spec, most * (context + block_size), block_size) as kv:
+        recorder = recorder_on(machine)
+        decoder = TorchDecoder(spec, weights, kv, block_size, operations(spec)[ops], recorder)
+        num_tokens = 512 if machine.is_real else 48
+        decoder.reserve(StepLimits(num_tokens, most, context + 1), _RECORD_S)
+        yield decoder, batches
+
+
+def _recorded_with(machine: Machine) -> tuple[int, str]:
+    """Block size, and operations."""
+    return (64, "triton") if machine.is_real else (8, "torch")
 
 
 def _by_graphs(machine: Machine, report: Report, name: str) -> None:
     """Whole steps, the device's part of them alone, and what the host leaves it idle."""
     spec, context = SHAPES[name], _context(machine)
-    block_size, ops = (64, "triton") if machine.is_real else (8, "torch")
-    batches = (1, 32, 256) if machine.is_real else (1, 4)
+    block_size, _ = _recorded_with(machine)
+    wanted = (1, 32, 256) if machine.is_real else (1, 4)
     report.add("layers", spec.num_layers, "", model=spec.name)
-    room = max(batches) * (context + block_size)
-    with _decoder(machine, name, ops, block_size, room, is_recorded=True) as decoder:
-        num_tokens = 512 if machine.is_real else 48
-        decoder.reserve(StepLimits(num_tokens, max(batches), context + 1), _RECORD_S)
+    with _recorded(machine, name, wanted) as (decoder, batches):
         counts = decoder.graph_counts
         assert counts is not None
         report.add("graphs recorded", counts.recorded, "", model=spec.name)
+        report.add("largest batch", batches[-1], "rows", model=spec.name)
         for num in batches:
             batch = single_tokens(spec, num, context, block_size)
             before = counts.steps
@@ -108,23 +157,27 @@ def _by_graphs(machine: Machine, report: Report, name: str) -> None:
             report.add("of it the host asks", asked * 1e3, "ms", graphs=True, **where)
             read = _bytes_read(spec, num, context)
             report.add("step reads", read / whole / 1e9, "GB/s", graphs=True, **where)
-        _mixed(machine, report, decoder, spec, block_size)
 
 
-def _mixed(
-    machine: Machine, report: Report, decoder: TorchDecoder, spec: ModelSpec, block_size: int
-) -> None:
-    """A step as bursts have them, of decodes and a chunk of a prompt: by graphs, and without."""
-    lengths = [1] * 63 + [256] if machine.is_real else [1, 1, 16]
-    batch = _batch(spec, lengths, _context(machine), block_size)
-    recorded = decoder._recorded
-    for is_recorded in (True, False):
-        decoder._recorded = recorded if is_recorded else []
-        whole, asked = machine.seconds(partial(_step, decoder, batch), 20)
-        where: dict[str, Setting] = {"model": spec.name, "graphs": is_recorded}
-        report.add("mixed step", whole * 1e3, "ms", **where)
-        report.add("of it the host asks for", asked * 1e3, "ms", **where)
-    decoder._recorded = recorded
+def _mixed(machine: Machine, report: Report, name: str) -> None:
+    """Steps as bursts have them, of decodes and a chunk of a prompt: by graphs, and without."""
+    spec, block_size = SHAPES[name], _recorded_with(machine)[0]
+    num_decodes, chunks = (63, (32, 128, 256, 448)) if machine.is_real else (2, (4, 16))
+    with _recorded(machine, name, (num_decodes + 1,)) as (decoder, (num_seqs,)):
+        recorded, counts = decoder._recorded, decoder.graph_counts
+        assert counts is not None
+        for chunk in chunks:
+            lengths = [1] * (num_seqs - 1) + [chunk]
+            batch = _batch(spec, lengths, _context(machine), block_size)
+            for is_recorded in (True, False):
+                decoder._recorded = recorded if is_recorded else []
+                before = counts.mixed_steps
+                whole, asked = machine.seconds(partial(_step, decoder, batch), 20)
+                assert (counts.mixed_steps > before) == is_recorded
+                where: dict[str, Setting] = {"model": spec.name, "decodes": num_seqs - 1}
+                where |= {"prompt_tokens": chunk, "graphs": is_recorded}
+                report.add("mixed step", whole * 1e3, "ms", **where)
+                report.add("of it the host asks for", asked * 1e3, "ms", **where)
 
 
 def _layers_s(machine: Machine, decoder: TorchDecoder, num: int) -> float:
@@ -255,7 +308,7 @@ def _prompts(machine: Machine, report: Report, name: str, ops: str, block_size: 
     spec, lengths = SHAPES[name], [512, 2048, 8192] if machine.is_real else [16, 48]
     if ops == "torch":
         lengths = [length for length in lengths if length <= _SLOW_TOKENS]
-    with _decoder(machine, name, ops, block_size, max(lengths), is_recorded=False) as decoder:
+    with _decoder(machine, name, ops, block_size, max(lengths)) as decoder:
         for length in lengths:
             batch = _batch(spec, [length], length, block_size)
             whole, _ = _step_seconds(machine, decoder, batch, 5)
@@ -271,7 +324,7 @@ def _prompts(machine: Machine, report: Report, name: str, ops: str, block_size: 
 def _tokens(machine: Machine, report: Report, name: str, ops: str, block_size: int) -> None:
     spec, context, batches = SHAPES[name], _context(machine), _batches(machine, ops)
     room = max(batches) * (context + block_size)
-    with _decoder(machine, name, ops, block_size, room, is_recorded=False) as decoder:
+    with _decoder(machine, name, ops, block_size, room) as decoder:
         for num in batches:
             batch = single_tokens(spec, num, context, block_size)
             whole, asked = _step_seconds(machine, decoder, batch, 10)

@@ -23,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Sizes of steps of single tokens that are recorded. A smaller step is padded."""
-MIXED_ROWS = (16, 32, 64, 128, 256, 512)
-"""And of mixed ones, in tokens."""
+MIXED_ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+"""And of mixed ones, in tokens. From 256 on padding to twice as many would take the device longer
+than asking for the step without graphs takes the host.
+"""
 RUN_LAYERS = 8
 """So many layers from a multiple of this on are also one graph, because each launch costs."""
 
@@ -73,6 +75,23 @@ def sizes_up_to(most: int, sizes: tuple[int, ...] = ROWS) -> tuple[int, ...]:
     return (*(rows for rows in sizes if rows < most), most) if most else ()
 
 
+def by_use(sizes: tuple[int, ...]) -> list[int]:
+    """In which order to record sizes, so that after any of them steps are padded little.
+
+    The largest holds all steps; then those of half as many rows and less, and so on down; then
+    again from the largest of what is left.
+    """
+    left, order = sorted(sizes, reverse=True), []
+    while left:
+        taken: list[int] = []
+        for rows in left:
+            if not taken or 2 * rows <= taken[-1]:
+                taken.append(rows)
+        order += taken
+        left = [rows for rows in left if rows not in taken]
+    return order
+
+
 def pieces_of(layers: LayerRange) -> list[LayerRange]:
     """Which graphs make up a stage."""
     pieces, layer = [], layers.first
@@ -113,10 +132,11 @@ class LayerGraphs:
 
         ``begin(rows)`` readies the inputs, and returns what asks for one layer. ``whole(rows)``
         asks for a whole step of so many rows, which is recorded then, too. The largest size
-        comes first, because smaller steps can use it: no further one is begun after ``within_s``.
+        comes first, because smaller steps can use it, and the others ``by_use``: no further one
+        is begun after ``within_s``.
         """
         started = time.perf_counter()
-        for number, rows in enumerate(sorted(sizes, reverse=True)):
+        for number, rows in enumerate(by_use(sizes)):
             if number and time.perf_counter() - started > within_s:
                 logger.warning("recorded graphs of %s rows only: time is over", self.sizes)
                 return

@@ -22,8 +22,10 @@ READY_S = 180.0
 STOP_S = 20.0
 LAST_LINES = 15
 """Of the log, in an error."""
-_LOGS = "KUNSERVE_SERVER_LOGS"
-"""A folder in which logs of servers are kept; else they go with the server."""
+SERVER_LOGS = "BENCH_SERVER_LOGS"
+"""A variable: the folder in which logs of servers are kept; else they go with the server. Not named
+as settings are, because a server warns of what looks like one and is none.
+"""
 
 
 class ServerProcess:
@@ -120,7 +122,7 @@ def free_ports(number: int) -> list[int]:
 def running_server(flags: Sequence[str]) -> Generator[ServerProcess, None, None]:
     """A ready server with these ``kunserve serve`` arguments (the model first)."""
     with unwinding_on_sigterm(), tempfile.TemporaryDirectory(prefix="kunserve-") as folder:
-        kept = os.environ.get(_LOGS)
+        kept = os.environ.get(SERVER_LOGS)
         name = f"server-{os.getpid()}-{time.time_ns()}.log"
         server = ServerProcess.serving(flags, Path(kept or folder) / name)
         try:

@@ -1,5 +1,6 @@
 """Which graphs are recorded and launched; what is recorded reads only what lies on the device."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +12,15 @@ from hypothesis import strategies as st
 from kunserve.core.layout import LayerRange
 from kunserve.engine.attention import StepBatch
 from kunserve_extras.torch_body.graph_inputs import GraphInputs
-from kunserve_extras.torch_body.graphs import ROWS, RUN_LAYERS, LayerGraphs, pieces_of, sizes_up_to
+from kunserve_extras.torch_body.graphs import (
+    MIXED_ROWS,
+    ROWS,
+    RUN_LAYERS,
+    LayerGraphs,
+    by_use,
+    pieces_of,
+    sizes_up_to,
+)
 from tests.specs import model_spec
 
 NUM_LAYERS = 19
@@ -105,6 +114,22 @@ def test_without_time_only_the_largest_size_is_recorded() -> None:
 )
 def test_sizes(most: int, sizes: tuple[int, ...]) -> None:
     assert sizes_up_to(most) == sizes
+
+
+@pytest.mark.parametrize("sizes", [ROWS, MIXED_ROWS, sizes_up_to(300, MIXED_ROWS)])
+def test_whenever_time_is_over_what_is_recorded_holds_every_step(sizes: tuple[int, ...]) -> None:
+    order = by_use(sizes)
+    assert sorted(order) == list(sizes) and order[0] == sizes[-1]
+    coarse = next(number for number in range(1, len(order)) if order[number] > order[number - 1])
+    assert order[coarse - 1] == sizes[0], "first down to the smallest"
+    kept = sorted(order[:coarse])
+    assert all(2 * rows <= larger <= 4 * rows for rows, larger in itertools.pairwise(kept))
+
+
+def test_a_mixed_step_that_the_device_needs_long_for_is_padded_by_a_quarter_at_most() -> None:
+    """Below 257 tokens the host needs longer to ask for it than the device."""
+    pairs = itertools.pairwise(rows for rows in MIXED_ROWS if rows >= 256)
+    assert all(larger <= 1.25 * (rows + 1) for rows, larger in pairs)
 
 
 def batch_of(contexts: list[int], num_tokens: list[int] | None = None) -> StepBatch:

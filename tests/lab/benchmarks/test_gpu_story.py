@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_day
-from benchmarks.gpu_phases import story
+from benchmarks.gpu_kit import story
 
 PHASES = {"P0": "probe", "P5": "speed", "P6": "load", "P7": "spike"}
 
@@ -44,6 +44,33 @@ def test_what_was_seen_in_short_in_charts_and_in_full(tmp_path: Path) -> None:
     assert images == {"P5-steps-that-decode-bytes-read.png", "P7-first-tokens-in-a-burst.png"}
     assert all(f"]({image})" in text for image in images)
     assert "rehearsal" not in text
+
+
+def test_a_step_is_said_beside_what_a_client_sees_of_it_where_both_are_known(
+    tmp_path: Path,
+) -> None:
+    asked = {"model": "qwen2.5-7b", "sampling": "greedy", "async_scheduling": True}
+    seen = [
+        figure(name, ms, "ms", streams=num, **asked)
+        for name, ms, num in (("TPOT P50", 7.5, 1), ("TPOT P50", 30.0, 32), ("ITL P50", 8.0, 32))
+    ]
+    leave(tmp_path, "P12", story.DONE, *seen)
+    steps = [figure("step by one graph", 2.0, model="qwen3-30b-a3b", batch=1)]
+    steps += [
+        figure("step by one graph", ms, model="qwen2.5-7b", batch=b)
+        for b, ms in ((1, 6.25), (32, 7.0))
+    ]
+    told = (
+        "Of a TPOT of 7.5 ms the step is 6.25 ms.",
+        "between tokens of 32 streams the step is 7 ms",
+    )
+    for is_known in (False, True):
+        if is_known:
+            leave(tmp_path, "P5", story.DONE, *steps)
+        found = {name: one for name in ("P5", "P12") if (one := gpu_day.known(name, tmp_path))}
+        text = "\n".join(story.in_short(found, ["P12"]))
+        assert "A single stream's TPOT is 7.5 ms." in text
+        assert all((one in text) == is_known for one in told), text
 
 
 def test_every_chart_and_headline_is_of_a_phase_that_there_is() -> None:

@@ -29,6 +29,8 @@ class Headline:
     pick: Pick = max
     where: tuple[tuple[str, object], ...] = ()
     """Settings that a figure must have."""
+    beside: "Headline | None" = None
+    """Whose value stands at a second ``{}``; without it nothing is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,10 @@ class Chart:
     """A figure of P0 that nothing can exceed."""
 
 
+_ONE_STREAM: tuple[tuple[str, object], ...] = (
+    ("streams", 1), ("sampling", "greedy"), ("async_scheduling", True),
+)  # fmt: skip
+_A_TOKEN = (("model", "qwen2.5-7b"), ("batch", 1))
 HEADLINES = (
     Headline("P0", "copy, read and written", "The device copies at {} GB/s, read and written."),
     Headline("P0", "bfloat16 product", "It multiplies at {} TFLOP/s in bfloat16."),
@@ -75,8 +81,8 @@ HEADLINES = (
     Headline("P3b", "answers equal to those of transformers",
              "With two ranks, {} answers through a drop and a restore equal transformers'."),
     Headline("P4", "recorded again", "After drops and restores, {} graphs were recorded again."),
-    Headline("P5", "step by one graph", "By one graph a 7B token takes {} ms,", pick=min),
-    Headline("P5", "its layers on the device", "of it its layers {} ms.", pick=min),
+    Headline("P5", "step by one graph", "By one graph a 7B token takes {} ms,", where=_A_TOKEN),
+    Headline("P5", "its layers on the device", "of it its layers {} ms.", where=_A_TOKEN),
     Headline("P5", "prompt speed", "Prompts reach {} TFLOP/s."),
     Headline("P5", "step reads", "Steps that decode read {} GB/s at best."),
     Headline("P5b", "attention reads", "Our attention of single tokens reads {} GB/s at best.",
@@ -91,6 +97,17 @@ HEADLINES = (
              where=(("world", "real"),)),
     Headline("P7", "TTFT P99, recompute / drop", "The simulator says {} times.",
              where=(("world", "simulated"),)),
+    Headline("P12", "TPOT P50", "A single stream's TPOT is {} ms.", where=_ONE_STREAM),
+    Headline("P12", "TPOT P50", "Of a TPOT of {} ms the step is {} ms.", where=_ONE_STREAM,
+             beside=Headline("P5", "step by one graph", "", where=_A_TOKEN)),
+    Headline("P12", "ITL P50", "Of the {} ms between tokens of 32 streams the step is {} ms.",
+             where=(("streams", 32), *_ONE_STREAM[1:]),
+             beside=Headline("P5", "step by one graph", "", where=(_A_TOKEN[0], ("batch", 32)))),
+    Headline("P12", "TPOT P50", "Without async scheduling a single stream's TPOT is {} ms.",
+             where=(*_ONE_STREAM[:2], ("async_scheduling", False))),
+    Headline("P12", "TPOT P50", "Drawn as Qwen asks, a single stream's TPOT is {} ms.",
+             where=(("streams", 1), ("sampling", "Qwen's own"))),
+    Headline("P12", "output", "One instance gives {} tokens/s at best."),
     Headline("P8", "held-out error", "The cost model is wrong by {} % on the mean.",
              where=(("of", "kunserve"), ("batches", "all"))),
     Headline("P9", "output", "Offline, one instance gives {} tokens/s.",
@@ -126,6 +143,8 @@ CHARTS = (
     Chart("P7", "Time per token in a burst", ("TPOT P50", "TPOT P99"), "name",
           by=("world", "system")),
     Chart("P8", "Predicted step times: mean error", ("error",), "batches", by=("of",)),
+    Chart("P12", "Time per token of one instance", ("TPOT P50",), "streams", is_line=True,
+          by=("sampling", "async_scheduling")),
     Chart("P9", "All prompts at once", ("output", "prompts and output"), "name", by=("server",)),
 )  # fmt: skip
 
@@ -164,18 +183,24 @@ def in_short(found: Found, phases: Sequence[str]) -> list[str]:
                 why = str(one.get("why", "it did not end")).splitlines()[0]
                 lines.append(f"* {name}, {part}: {one['is']}: {why[:300]}")
         for headline in (one for one in HEADLINES if one.phase == name):
-            values = [
-                figure["value"]
-                for figure in found[name]["figures"]
-                if figure["name"] == headline.figure
-                and figure["value"] is not None
-                and all(figure["settings"].get(key) == value for key, value in headline.where)
-            ]
-            if values:
-                value = float(f"{headline.pick(values):.4g}")
-                said = headline.text.format(f"{value:,g}")
+            asked = [one for one in (headline, headline.beside) if one is not None]
+            values = [value for one in asked if (value := _value(one, found)) is not None]
+            if len(values) == len(asked):
+                said = headline.text.format(*(f"{float(f'{value:.4g}'):,g}" for value in values))
                 lines.append(f"* {name}: {said}")
     return lines
+
+
+def _value(headline: Headline, found: Found) -> float | None:
+    """Its figure; None where its phase has found none."""
+    values = [
+        figure["value"]
+        for figure in found.get(headline.phase, {}).get("figures", ())
+        if figure["name"] == headline.figure
+        and figure["value"] is not None
+        and all(figure["settings"].get(key) == value for key, value in headline.where)
+    ]
+    return headline.pick(values) if values else None
 
 
 def _part(name: str, module: str, found: dict[str, Any], images: Sequence[str]) -> list[str]:
