@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 
 from kunserve.core.errors import ConfigError
-from kunserve_lab.observer.episodes.aside import Judging, judge_here
+from kunserve_lab.observer.episodes.aside import Judging, JudgingAll, Work
 from kunserve_lab.observer.episodes.episode import Episode
 from kunserve_lab.observer.episodes.what_if import Judged
 from kunserve_lab.observer.output.endpoint import Endpoint
@@ -64,27 +64,28 @@ class Observer:
                 )
             )
         self._session = Session(settings.made, period_s)
+        judging = JudgingAll(self._tell)
         try:
-            self._replay(readings, period_s)
+            self._replay(readings, period_s, judging)
+            judging.finish()
         finally:
+            judging.close()
             self._shower.close()
         self._conclude()
 
-    def _replay(self, readings: Sequence[Reading], period_s: float) -> None:
+    def _replay(self, readings: Sequence[Reading], period_s: float, judging: JudgingAll) -> None:
         for group in by_moment(readings, period_s):
             view, episode = self._session.feed(group, max(one.time_s for one in group))
             if self.settings.as_json:
                 self._shower.show(view, {})
             if episode is not None:
-                self._judge_here(episode)
+                judging.give(self._work(episode))
         last = self._session.close()
         if last is not None:
-            self._judge_here(last)
+            judging.give(self._work(last))
 
-    def _judge_here(self, episode: Episode) -> None:
-        profile, factors = self._session.make_of(episode)
-        print("a burst is simulated, which takes a while", file=sys.stderr)
-        self._tell(judge_here((episode, profile, factors, self.settings.made)))
+    def _work(self, episode: Episode) -> Work:
+        return (episode, *self._session.make_of(episode), self.settings.made)
 
     # Live
 
@@ -135,8 +136,7 @@ class Observer:
 
     def _give(self, judging: Judging, episode: Episode | None) -> None:
         if episode is not None:
-            profile, factors = self._session.make_of(episode)
-            judging.give((episode, profile, factors, self.settings.made))
+            judging.give(self._work(episode))
 
     async def _open_endpoint(self) -> None:
         if self.settings.port is not None:

@@ -7,7 +7,9 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 from kunserve_lab.observer.episodes.episode import Episode
@@ -20,6 +22,8 @@ DEADLINE_S = 300.0
 """For one episode."""
 MOST_WAITING = 16
 """Episodes; one more is told without figures."""
+MOST_AT_ONCE = 8
+"""Simulations of a past day: each takes some 200 MiB."""
 LOOK_S = 0.1
 """Between two looks at whether nobody waits for the answer any more."""
 NICENESS = 10
@@ -89,6 +93,46 @@ class Judging:
             finally:
                 self._num_open -= 1
                 self._queue.task_done()
+
+
+class JudgingAll:
+    """Judges the episodes of a past day, several at once; they come back in order."""
+
+    def __init__(self, told: Callable[[Judged], None]) -> None:
+        self._told = told
+        self._given_up = threading.Event()
+        self._num_at_once = max(1, min(len(os.sched_getaffinity(0)), MOST_AT_ONCE))
+        self._threads = ThreadPoolExecutor(self._num_at_once)
+        self._open: deque[Future[Judged]] = deque()
+        self._num_given = self._num_told = 0
+
+    def give(self, work: Work) -> None:
+        """The next one."""
+        if not self._num_given:
+            print(
+                f"bursts are simulated, {self._num_at_once} at once: each takes seconds to minutes",
+                file=sys.stderr,
+            )
+        self._num_given += 1
+        self._open.append(self._threads.submit(judge_aside, work, DEADLINE_S, self._given_up))
+        while self._open and self._open[0].done():
+            self._tell_next()
+
+    def finish(self) -> None:
+        """Tell of all the others."""
+        while self._open:
+            self._tell_next()
+
+    def close(self) -> None:
+        """Wait for none that is not told of."""
+        self._given_up.set()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _tell_next(self) -> None:
+        self._told(self._open.popleft().result())
+        self._num_told += 1
+        if self._num_given > self._num_at_once:
+            print(f"bursts simulated: {self._num_told} of {self._num_given}", file=sys.stderr)
 
 
 def judge_aside(work: Work, deadline_s: float, given_up: threading.Event) -> Judged:

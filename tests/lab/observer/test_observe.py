@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import multiprocessing.context
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,11 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from kunserve.core.errors import ConfigError
-from kunserve_lab.observer import run as run_module
 from kunserve_lab.observer.command import observe_command
-from kunserve_lab.observer.episodes.aside import Judging, Work, judge_aside
+from kunserve_lab.observer.episodes import aside
+from kunserve_lab.observer.episodes.aside import Judging, JudgingAll, Work, judge_aside
 from kunserve_lab.observer.episodes.episode import Episodes
-from kunserve_lab.observer.episodes.what_if import Judged, measured_of
+from kunserve_lab.observer.episodes.what_if import Judged, Measured, measured_of
 from kunserve_lab.observer.output.show import JsonLines, LiveTable, PlainLines
 from kunserve_lab.observer.readings.page import parse_page
 from kunserve_lab.observer.readings.prometheus import read_prometheus, seconds_of
@@ -27,6 +28,7 @@ from kunserve_lab.observer.readings.record import Recorder, by_moment, read_reco
 from kunserve_lab.observer.run import Observer
 from kunserve_lab.observer.session import Session
 from kunserve_lab.observer.settings import Made, Settings
+from tests.conftest import PATIENCE_S
 from tests.lab.observer.fake_servers import FakeServers
 from tests.lab.observer.pages import SGLANG, VLLM, reading
 
@@ -195,12 +197,12 @@ def burst() -> list[Any]:
     return readings
 
 
-def canned(work: Work) -> Judged:
+def canned(work: Work, deadline_s: float = 0.0, given_up: object = None) -> Judged:
     return Judged(work[0], measured_of(work[0]), factors=work[2], why_not="nobody simulated it")
 
 
 def test_a_record_is_judged_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "judge_here", canned)
+    monkeypatch.setattr(aside, "judge_aside", canned)
     recorder = Recorder(tmp_path / "fleet.jsonl")
     recorder.write(burst())
     recorder.close()
@@ -213,6 +215,45 @@ def test_a_record_is_judged_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
     assert "1 burst was too much for a replica" in result.output
     assert "nobody simulated it" in report.read_text()
     assert "data:image/png;base64," in report.read_text()
+
+
+def test_bursts_of_a_day_are_judged_at_once_and_told_in_order(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both, told = threading.Barrier(2), list[str]()
+
+    def slow(work: Work, deadline_s: float, given_up: threading.Event) -> Judged:
+        number = int(str(work[0]))
+        both.wait(PATIENCE_S)
+        assert number or not given_up.wait(0.1), "the later one ends first"
+        return Judged(work[0], Measured(None, None, None, 0), why_not=str(number))
+
+    monkeypatch.setattr(aside, "judge_aside", slow)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    judging = JudgingAll(lambda judged: told.append(judged.why_not))
+    for number in range(4):
+        judging.give((number, None, None, None))  # type: ignore[arg-type]
+    judging.finish()
+    judging.close()
+    assert told == ["0", "1", "2", "3"]
+    said = capsys.readouterr().err
+    assert "2 at once" in said and said.endswith("bursts simulated: 4 of 4\n")
+
+
+def test_nobody_waits_for_bursts_of_a_day_that_was_broken_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def endless(work: Work, deadline_s: float, given_up: threading.Event) -> Judged:
+        assert given_up.wait(PATIENCE_S)
+        return Judged(work[0], Measured(None, None, None, 0))
+
+    monkeypatch.setattr(aside, "judge_aside", endless)
+    told: list[Judged] = []
+    judging = JudgingAll(told.append)
+    for number in range(20):
+        judging.give((number, None, None, None))  # type: ignore[arg-type]
+    judging.close()
+    assert told == []
 
 
 def test_one_burst_is_one_episode() -> None:
