@@ -61,8 +61,8 @@ def sentence(judged: Judged) -> str:
     ran = found[AS_IT_RAN]
     if cause is Cause.COMPUTE:
         return (
-            f"{when}: compute was short: more replicas, not drops; even endless memory would have "
-            f"taken P99 TTFT only {_from_to(ran.ttft_p99_s, found[ENDLESS].ttft_p99_s)}"
+            f"{when}: compute was short: more replicas, not drops; even endless memory would "
+            f"{_hardly(ran.ttft_p99_s, found[ENDLESS].ttft_p99_s)}"
         )
     if cause is Cause.DISPATCH:
         even = found[LEAST_LOAD].ttft_p99_s
@@ -76,10 +76,7 @@ def sentence(judged: Judged) -> str:
         rest = "more replicas or shorter answers"
         if drop is None:
             return f"{short}; one replica has no partner to drop layers with: {rest}"
-        return (
-            f"{short}; yet a drop would have taken P99 TTFT only "
-            f"{_from_to(ran.ttft_p99_s, drop.ttft_p99_s)}: {rest}"
-        )
+        return f"{short}; yet a drop would {_hardly(ran.ttft_p99_s, drop.ttft_p99_s)}: {rest}"
     drop = found[DROP]
     lowered = _lowered(ran.ttft_p99_s, drop.ttft_p99_s)
     return f"{short}; a drop would have {lowered}, and {_tpot(ran, drop)}"
@@ -168,6 +165,12 @@ def _short_of(episode: Episode) -> str:
 
 def _lowered(before_s: float, after_s: float) -> str:
     return f"lowered P99 TTFT {_from_to(before_s, after_s)}"
+
+
+def _hardly(before_s: float, after_s: float) -> str:
+    if after_s < before_s:
+        return f"have taken P99 TTFT only {_from_to(before_s, after_s)}"
+    return f"not have lowered P99 TTFT ({_number(before_s)} s as it ran)"
 
 
 def _from_to(before_s: float, after_s: float) -> str:

@@ -20,6 +20,7 @@ from kunserve_lab.observer.episodes.what_if import (
     DROP,
     ENDLESS,
     FP8_KV,
+    LEAST_LOAD,
     WAKE,
     Judged,
     judge,
@@ -130,6 +131,14 @@ def test_compute_is_said_where_compute_was_short(short_of_compute: Watched) -> N
     assert "compute was short: more replicas, not drops" in sentence(judged)
     assert not short_of_compute.greatest.memory_s
     assert short_of_compute.greatest.compute_s
+    ran = judged.outcomes[AS_IT_RAN]
+    for times, words in (
+        (0.99, "taken P99 TTFT only from about"),
+        (1.0, "not have lowered P99 TTFT"),
+    ):
+        endless = replace(ran, ttft_p99_s=times * ran.ttft_p99_s)
+        hardly = replace(judged, outcomes={AS_IT_RAN: ran, LEAST_LOAD: ran, ENDLESS: endless})
+        assert f"even endless memory would {'have ' * (times < 1)}{words}" in sentence(hardly)
 
 
 def test_notes_compare_and_say_how_far_to_trust_them(memory_judged: Judged) -> None:
