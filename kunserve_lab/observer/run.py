@@ -169,8 +169,11 @@ class Observer:
     def _check_report(self) -> None:
         """Before a day of watching, not after it. Raises ConfigError."""
         if self.settings.report is not None:
+            is_new = not self.settings.report.exists()
             with _told(self.settings.report), self.settings.report.open("ab"):
                 pass
+            if is_new:  # else one that is killed leaves an empty report
+                self.settings.report.unlink(missing_ok=True)
 
     def _conditions(self) -> list[tuple[str, str]]:
         made, factors = self.settings.made, self._session.factors

@@ -196,3 +196,11 @@ def test_settings_need_one_source() -> None:
     flags = {"urls": "", "file": None, "prometheus": None}
     with pytest.raises(ConfigError, match="one of --urls"):
         settings_of(flags)
+
+
+def test_one_that_is_broken_off_leaves_no_empty_report(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.html", tmp_path / "new.html"
+    old.write_text("yesterday")
+    for report in (old, new):
+        Observer(Settings(urls=("http://a",), report=report))._check_report()
+    assert old.read_text() == "yesterday" and not new.exists()
