@@ -234,8 +234,8 @@ class CudaBackend(OneMemory):
         sampler.warm_up()  # the last that takes memory
         taken_bytes = self._left_bytes - self._driver.memory_bytes()[0]
         logger.info(
-            "libraries and recorded steps took %.2f GiB of the device, %.2f with its context were "
-            "assumed",
+            "libraries and recorded steps took at most %.2f GiB of the device (what others took "
+            "meanwhile is in it), %.2f with its context were assumed",
             taken_bytes / (1 << 30),
             _LIBRARIES_BYTES / (1 << 30),
         )
