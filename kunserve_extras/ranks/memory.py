@@ -6,7 +6,7 @@ books as the rank that computes there, so a change of layers is made twice, by b
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -243,6 +243,10 @@ class RankedMemory(OfAllRanks):
     def granules(self) -> SharedGranules | None:
         """Host memory is a file, and is not mapped."""
         return None
+
+    def at_once(self) -> AbstractContextManager[None]:
+        """See ``Places``. Nothing is mapped."""
+        return nullcontext()
 
     def locate_units(self, unit_runs: UnitRuns) -> Extents:
         """Where they lie in the file: all of the first rank, then those of the next. So stretches
