@@ -40,7 +40,7 @@ DOCUMENTS = (
     *(
         ROOT / "docs" / f"{name}.md"
         for name in (
-            *("reproduction", "results", "when-it-helps", "sparse-models", "vllm-fleets"),
+            *("reproduction", "results", "when-it-helps", "sparse-models", "vllm-fleets", "gpu"),
             *("decisions/drop-worth", "decisions/simulator"),
         )
     ),

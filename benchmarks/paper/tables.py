@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.gpu_kit.kept_day import RUNS as GPU_RUNS
+from benchmarks.gpu_kit.kept_day import gpu_burst, gpu_day, gpu_steps
 from benchmarks.markdown import Row
 from benchmarks.paper import burst_map
 from benchmarks.paper.claims import CLAIMS
@@ -231,7 +233,7 @@ class Table:
 
     rows: Callable[[], list[Row]]
     of: tuple[str, ...]
-    """Files of benchmarks/results without their ending, or folders with a ``results.jsonl``."""
+    """Files of benchmarks/results, `.jsonl` by default, or folders with a ``results.jsonl``."""
 
     @property
     def made_by(self) -> str:
@@ -279,4 +281,7 @@ TABLES: dict[str, Table] = {
     "real-slow": Table(slow_rounds, (SLOW_SECOND, SLOW_FIRST)),
     "real-rivals": Table(rivals, (RIVALS,)),
     "real-above": Table(above, (ABOVE,)),
+    "gpu-day": Table(gpu_day, (GPU_RUNS,)),
+    "gpu-burst": Table(gpu_burst, (GPU_RUNS,)),
+    "gpu-steps": Table(gpu_steps, (GPU_RUNS,)),
 }

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 
+from benchmarks.gpu_kit import kept_day
 from benchmarks.paper import real_tables
 from benchmarks.paper.kept_results import figures_of, signed
 from benchmarks.paper.report import checks, real_bursts
@@ -31,6 +32,7 @@ def measured_values() -> dict[str, Text]:
         **_checked(),
         **_faults(),
         **_pairs(),
+        **_gpu(),
         "plan.least": lambda: f"{min(_plan_ms()):.1f}",
         "plan.most": lambda: f"{max(_plan_ms()):.0f}",
         "bound.reached": lambda: f"{100 * max(one.reached for one in bounds()):.0f} %",
@@ -135,6 +137,50 @@ def _pairs() -> dict[str, Text]:
         "pair.bubbles": partial(median, "pair: bubbles on free cores, %", "{:.0f} %"),
         "pair.busier": partial(median, "busier stage / single, processor", "{:.2f}"),
     }
+
+
+def _gpu() -> dict[str, Text]:
+    """Of the day on an H100."""
+
+    def told(form: str, phase: str, name: str, scale: float = 1.0, /, **where: object) -> str:
+        return form.format(scale * kept_day.figure(phase, name, **where))
+
+    def first_pause() -> str:
+        where = {"transition": "drop", "model": "qwen2.5-14b"}
+        return told("{:.0f} ms", "P6", "longest pause of a stream", **where)
+
+    found: dict[str, Text] = {
+        "gpu.equal": partial(told, "{:.0f}", "P3", "answers equal to those of transformers"),
+        "gpu.answers": partial(told, "{:.0f}", "P3", "answers"),
+        "gpu.other": partial(told, "{:.0f}", "P3", "other tokens than float32's"),
+        "gpu.tokens": partial(told, "{:.0f}", "P3", "tokens"),
+        "gpu.margin": partial(told, "{:.2f}", "P3", "largest margin of those"),
+        "gpu.requests": partial(told, "{:.0f}", "P7", "requests"),
+        "gpu.recorded": partial(told, "{:.0f}", "P4", "recorded again"),
+        "gpu.launched": partial(told, "{:,.0f}", "P4", "graphs launched"),
+        "gpu.pause": first_pause,
+        "gpu.cost": partial(told, "{:.1f} %", "P8", "held-out error", of="kunserve", batches="all"),
+    }
+    for region in ("decode", "prefill"):
+        found[f"gpu.roofline.{region}"] = partial(
+            told,
+            "{:.1f}",
+            "P8",
+            "predicted / measured",
+            of=kept_day.SIMULATORS_H100,
+            batches=region,
+        )
+    for world, of in (("real", "gpu"), ("simulated", "gpu.simulated")):
+        found[f"gpu.ratio.{world}"] = partial(_gpu_ratio, world)
+        for system in kept_day.BURST_SYSTEMS:
+            where = {"world": world, "system": system}
+            found[f"{of}.{system}.p99"] = partial(told, "{:.1f} s", "P7", "TTFT P99", 1e-3, **where)
+            found[f"{of}.{system}.tpot"] = partial(told, "{:.0f} ms", "P7", "TPOT P50", **where)
+    return found
+
+
+def _gpu_ratio(world: str) -> str:
+    return f"{kept_day.ratio(world):.2f}"
 
 
 def _plan_ms() -> list[float]:

@@ -25,7 +25,9 @@ _NOT_TYPED = (
     re.compile(r"\]\([^)]*\)"),  # where links go
     re.compile(r"\bP\d\d(\.9)?\b"),
     re.compile(r"\b(Fig\.|Table|Algorithm|Eq\.) \d+[a-e]?(-[\da-e]+)?"),
-    re.compile(r"EuroSys '26|\b(Qwen2\.5-)?\d+B\b|SmolLM2|\b[AH]\d00\b|\b(fp8|int4|bfloat16)\b"),
+    re.compile(
+        r"EuroSys '26|\b(Qwen2\.5-)?\d+B\b|SmolLM2|\b[AH]\d00\b|\b(fp8|int4|bfloat16|float32)\b"
+    ),
 )
 """What may have digits: citations, and names of things."""
 
