@@ -33,6 +33,7 @@ from kunserve.policy.batch.batch_form import (
     PromptShare,
     PromptWork,
     form_token_budget,
+    share_of_decodes,
 )
 from kunserve.policy.batch.cost import (
     Array,
@@ -292,13 +293,16 @@ def _take_decodes(view: FormationView, cost: CostCoefficients) -> tuple[int, flo
     ready_s = ready * each_s + ready_context * token_s
     slot_s = ready_s / (view.num_stages - view.num_in_flight) * (1.0 + EPSILON)
     most_s = all_s + ready_s / ready / 2
-    most = min(ready, view.max_num_tokens, view.max_num_seqs)
+    most, even = min(ready, view.max_num_tokens, view.max_num_seqs), share_of_decodes(view)
     taken, taken_s = 0, 0.0
     for context in view.decodes[:most]:
         one_s = each_s + context * token_s
         # As near to the free slot's part as it goes. The S-th of all bounds it with half a decode
-        # of slack: what is short in every slot would be left over in every round.
+        # of slack: what is short in every slot would be left over in every round. Where that S-th
+        # is reached in number as well, it is met as nearly, or 9 and 7 would stay 9 and 7.
         if taken and (taken_s + one_s / 2 > slot_s or taken_s >= most_s):
+            break
+        if taken >= even and taken_s + one_s / 2 > all_s * (1.0 + EPSILON):
             break
         taken += 1
         taken_s += one_s

@@ -139,6 +139,53 @@ def test_decodes_are_shared_by_cost_not_number() -> None:
     assert len(cut_microbatch(view(decodes=decodes), HOW, inf).decodes) == 1
 
 
+def sizes_after(contexts: list[int], sizes: list[int], num_steps: int) -> list[int]:
+    """Sizes of the last microbatches, one for each stage, if at first they are ``sizes``.
+
+    Asserts that every decode runs once in every round of the second half.
+    """
+    ready, in_flight, num_stages = list(range(len(contexts))), list[list[int]](), len(sizes)
+    last_step: dict[int, int] = {}
+    for step in range(num_steps):
+        if len(in_flight) == num_stages:
+            ready += in_flight.pop(0)
+        running = [who for batch in in_flight for who in batch]
+        now = view(
+            decodes=[contexts[who] for who in ready],
+            num_decodes_in_flight=len(running),
+            context_in_flight=sum(contexts[who] for who in running),
+            num_in_flight=len(in_flight),
+            num_stages=num_stages,
+        )
+        num = sizes[step] if step < num_stages else len(form_lookahead(now, None, HOW)[0].decodes)
+        batch, ready = ready[:num], ready[num:]
+        for who in batch:
+            assert step < num_steps // 2 or step - last_step[who] <= num_stages, (step, who)
+            last_step[who] = step
+        in_flight.append(batch)
+    return [len(batch) for batch in in_flight]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([9, 7], [8, 8]),
+        ([12, 9], [11, 10]),
+        ([5, 2], [4, 3]),
+        ([4, 1, 1], [2, 2, 2]),
+        ([3, 1, 0, 0], [1, 1, 1, 1]),
+    ],
+)
+def test_uneven_microbatches_even_out(sizes: list[int], expected: list[int]) -> None:
+    alike = [500 + 3 * number for number in range(sum(sizes))]
+    assert sorted(sizes_after(alike, sizes, 60), reverse=True) == expected
+
+
+def test_a_few_long_contexts_are_as_much_as_many_short_ones() -> None:
+    found = sizes_after([3000, 3000] + [100] * 12, [2, 12], 60)
+    assert sorted(found) == [3, 11]
+
+
 def test_a_formation_is_kept_while_nothing_changes() -> None:
     prompts = queue(20)
     batch, ongoing = form_lookahead(view(prompts=prompts), None, HOW)
