@@ -204,25 +204,22 @@ def test_a_device_that_cannot_export_sends(driver: Driver, fake: FakeCuda) -> No
 
 
 def test_a_refused_export_or_mapping_is_no_end(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container that forbids it, or where two devices cannot reach each other."""
 
     def refuse(*_: object) -> int:
         raise OSError("refused")
 
-    monkeypatch.setattr(DevicePages, "export", refuse)
-    for name in ("one", "two"):
-        world.pull(name)
-        eventually(lambda: not world.taker._peer_files._windows.sockets)
-    assert world.theirs.num_mapped_bytes == 0
-    monkeypatch.undo()
-    monkeypatch.setattr(Driver, "import_", refuse)
-    world.taker.connect({})
-    world.taker.connect({ZERO: world.giver.address})
-    for name in ("three", "four"):
-        world.pull(name)
-    assert world.theirs.num_mapped_bytes == 0
+    for owner, name in ((DevicePages, "export"), (Driver, "import_")):
+        monkeypatch.setattr(owner, name, refuse)  # before they meet: they map at once
+        world = World(driver)
+        for request in ("one", "two"):
+            world.pull(request)
+            eventually(lambda world=world: not world.taker._peer_files._windows.sockets)  # type: ignore[misc]
+        assert world.theirs.num_mapped_bytes == 0
+        world.close()
+        monkeypatch.undo()
 
 
 def test_whatever_the_driver_refuses_nothing_is_left(
