@@ -181,7 +181,7 @@ def test_a_pipe_in_which_nothing_moves_is_given_up(
     pair.meet()
     before = pair.pipe
     pair.give(rows_of(1.0))
-    monkeypatch.setattr(far_module, "MOVE_S", 0.0)
+    monkeypatch.setattr(far_module, "MOVE_S", -1.0)  # whether or not the system has taken the rows
     assert pair.first.give(rows_of(2.0), THERE) is None
     monkeypatch.undo()
     pair.first._not_before_s.clear()
