@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, TypeAlias
 
@@ -74,10 +75,12 @@ def verdict_on(vocabulary: LLTokenizer, form: StructuredOutput) -> Verdict:
     error = None
     try:
         matcher = compile_form(vocabulary, form)
-        for _ in range(_NUM_TRIED + 1):
-            allowed = _first_allowed(matcher.compute_bitmask())
+        ends = vocabulary.eos_tokens
+        for _ in range(_NUM_TRIED):
+            tokens = _allowed(matcher.compute_bitmask())
+            allowed = next((token for token in tokens if token not in ends), None)
             check(matcher)
-            if allowed is None or matcher.is_stopped():
+            if allowed is None:
                 break
             matcher.consume_token(allowed)
             check(matcher)
@@ -86,12 +89,12 @@ def verdict_on(vocabulary: LLTokenizer, form: StructuredOutput) -> Verdict:
     return Verdict(error, time.perf_counter() - began_s)
 
 
-def _first_allowed(mask: bytes) -> int | None:
-    """The lowest token of a mask of a bit for each; None if there is none."""
+def _allowed(mask: bytes) -> Iterator[int]:
+    """The tokens of a mask of a bit for each, lowest first."""
     for number, byte in enumerate(mask):
-        if byte:
-            return 8 * number + (byte & -byte).bit_length() - 1
-    return None
+        for bit in range(8) if byte else ():
+            if byte >> bit & 1:
+                yield 8 * number + bit
 
 
 def _serve() -> None:

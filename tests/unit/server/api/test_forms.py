@@ -160,6 +160,7 @@ REFUSED = [
     (schema(type="array", uniqueItems=True), "uniqueItems"),
     (StructuredOutput("regex", "a?" * 100_000), TOO_MUCH),
     (StructuredOutput("regex", "(a|aa)+" * 200), "too many expressions"),  # with its first token
+    (StructuredOutput("regex", "(a|aa)+" * 200 + "|"), "too many expressions"),  # or its second
     # Minutes of the library's time, whatever its own limits.
     (schema(allOf=[{"type": "string", "pattern": f".*{c}.*{d}"} for c in "abcdefghij"
                    for d in "klmnop"]), TOO_MUCH),
