@@ -34,7 +34,7 @@ MOST_STREAMS = 64
 USED = 0.7
 """Of the KV memory, by all streams at their ends."""
 _AFTER_S = 0.5
-"""How long tokens are watched after a transition has ended."""
+"""How long tokens are watched before a transition, and after it has ended."""
 
 
 def run(machine: Machine, report: Report) -> None:
