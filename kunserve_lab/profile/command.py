@@ -1,5 +1,8 @@
 """``kunserve profile``: what steps of a model cost here."""
 
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,8 @@ from kunserve_lab.profile.stopwatch import Stopwatch
 _MODEL, _INSTANCE = ModelConfig(), InstanceConfig()
 _FULL, _QUICK = (48, 5), (12, 3)
 """(Batches of each region, repeats of each)."""
+_LINES = 10
+"""On a pipe, of the whole measurement."""
 
 
 @click.command("profile", context_settings={"show_default": True})
@@ -108,11 +113,8 @@ def profile_command(
             try:
                 total = len(plan.shapes) * plan.num_repeats
                 beside = neighbours(num_instances - 1, settings)
-                with beside as others, _progress() as progress:
-                    task = progress.add_task(
-                        "measuring", total=total, completed=journal.num_measured
-                    )
-                    measure(stopwatch, plan, journal, others, lambda: progress.advance(task))
+                with beside as others, _told(total, journal.num_measured) as advance:
+                    measure(stopwatch, plan, journal, others, advance)
                 profile = make_profile(
                     plan, journal.found, stopwatch.clock, num_instances, seed, device, *_kinds(body)
                 )
@@ -142,16 +144,35 @@ def _subject_of(body: EngineBody, settings: BodySettings) -> ProfileSubject:
     )
 
 
-def _progress() -> Progress:
-    return Progress(
+@contextlib.contextmanager
+def _told(total: int, num_before: int) -> Iterator[Callable[[], None]]:
+    """Gives what is to be called after each batch. A bar; on a pipe a line for every tenth."""
+    console = Console(stderr=True)
+    progress = Progress(
         TextColumn("[bold]{task.description}"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
+    task = progress.add_task("measuring", total=total, completed=num_before)
+    began_s, done = time.monotonic(), num_before
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        progress.advance(task)
+        if progress.disable and done * _LINES // total > (done - 1) * _LINES // total:
+            left_s = (time.monotonic() - began_s) / (done - num_before) * (total - done)
+            click.echo(f"{done} of {total} batches, about {left_s / 60:.1f} min left", err=True)
+
+    if progress.disable:
+        click.echo(f"measuring {total} batches of steps, {num_before} before", err=True)
+    with progress:
+        yield advance
 
 
 def _tell(profile: Profile, path: Path) -> None:

@@ -179,6 +179,9 @@ def test_the_command_writes_a_whole_profile(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "Held-out error" in result.output
+    told = [line for line in result.stderr.splitlines() if " of 144 batches" in line]
+    assert len(told) == 10, "nobody looks at a bar: a line for each tenth"
+    assert told[-1] == "144 of 144 batches, about 0.0 min left"
     profile = read_profile(out)
     assert profile.subject.num_layers == 2 and profile.subject.block_size == 8
     assert profile.num_instances == 2
