@@ -1,4 +1,4 @@
-"""``pytest --forks 3``: tests shared by forks of the process that collected them.
+"""``pytest --forks 4``: tests shared by forks of the process that collected them.
 
 Collecting imports torch, transformers and every test: ten seconds of processor time, which each
 process of pytest-xdist spends anew. Each fork takes whole modules, so that a module's fixtures
@@ -34,6 +34,16 @@ _PR_SET_PDEATHSIG = 1
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forks", type=int, default=0, metavar="N", help=__doc__)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported is kept, so nobody looks for garbage in it meanwhile: that takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
