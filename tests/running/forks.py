@@ -119,6 +119,8 @@ class Forks:
         self._modules = deque(modules_of(session.items))
         self._forks: list[Fork] = []
         self._num_forks, self._num_made = num_forks, 0
+        self._hears = False
+        """Half a word may have been read, if it is interrupted now."""
 
     def run(self) -> None:
         gc.collect()
@@ -129,12 +131,16 @@ class Forks:
                 self._make()
             while self._forks:
                 for words in wait([fork.words for fork in self._forks]):
+                    self._hears = True
                     self._hear(next(fork for fork in self._forks if fork.words is words))
+                    self._hears = False
                     if self._session.shouldfail:
                         raise self._session.Failed(self._session.shouldfail)
                     if self._session.shouldstop:
                         raise self._session.Interrupted(self._session.shouldstop)
         except KeyboardInterrupt:
+            if not self._hears:
+                self._hear_the_rest()
             running = [fork.left()[0] for fork in self._forks if fork.left()]
             terminal = self._session.config.pluginmanager.getplugin("terminalreporter")
             terminal.write_line("\ninterrupted; these ran, and are ended with all they started:")
@@ -146,6 +152,15 @@ class Forks:
                 os.kill(fork.pid, signal.SIGKILL)
                 os.waitpid(fork.pid, 0)
             self._end.communicate()  # whatever they have left behind is ended
+
+    def _hear_the_rest(self) -> None:
+        """What was said until now, so that what runs is known. Nobody begins anything else."""
+        self._modules.clear()
+        for fork in self._forks:
+            fork.waiting.clear()
+        for fork in tuple(self._forks):
+            while fork in self._forks and fork.words.poll():
+                self._hear(fork)
 
     def _make(self) -> None:
         (orders, to_do), (said, words) = Pipe(duplex=False), Pipe(duplex=False)
