@@ -68,8 +68,8 @@ $(VENV)/.kernels: $(VENV)/.installed $(KERNEL_FILES)
 demo: install
 	@$(BIN)/kunserve demo
 
-# Three processes on two cores, because many tests wait for others' deadlines.
-TEST_PROCESSES ?= 3
+# Four processes on two cores, because many tests wait for others' deadlines.
+TEST_PROCESSES ?= 4
 REPORTS := build/check
 
 check:

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, settings
 from tests.examples import COMMIT, HUNT
 from tests.running import changed, forks
 from tests.running.changed import pytest_configure, pytest_ignore_collect
-from tests.running.forks import pytest_runtestloop
+from tests.running.forks import pytest_collection, pytest_runtestloop
 
 __all__ = [
+    "pytest_collection",
     "pytest_configure",
     "pytest_ignore_collect",
     "pytest_runtestloop",

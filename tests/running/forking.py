@@ -39,6 +39,11 @@ from kunserve.transport.wire.network import FrontPlace
 
 ROOT = Path(__file__).parents[2]
 REAL = "kunserve.cluster.instance.main"
+_LOADED = {
+    "tests.running.early_instance": REAL,
+    "kunserve_lab.world.fake_main": "benchmarks.faults.faulty_instance",
+}
+"""Entry points that are run by forks of a process that has loaded another one, with the same."""
 _LONGEST_BYTES = 1 << 16
 _FIRST_SHARED_FD = 900
 """Of files that forks inherit: no process has so many of its own."""
@@ -150,10 +155,11 @@ def source(module: str, num_threads: int) -> Source:
 
 
 def source_of(program: Sequence[str], num_threads: int) -> Source:
-    """One for each entry point, while this process lives."""
+    """One for all entry points that load the same, while this process lives."""
     first, *rest = program
     path = rest[0] if first == "-m" else str(Path(first).relative_to(ROOT))
-    return source(path.removesuffix(".py").replace("/", "."), num_threads)
+    module = path.removesuffix(".py").replace("/", ".")
+    return source(_LOADED.get(module, module), num_threads)
 
 
 def serve(control: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""``pytest --forks 3``: tests shared by forks of the process that collected them.
+"""``pytest --forks 4``: tests shared by forks of the process that collected them.
 
 Collecting imports torch, transformers and every test: ten seconds of processor time, which each
 process of pytest-xdist spends anew. Each fork takes whole modules, so that a module's fixtures
@@ -34,6 +34,16 @@ _PR_SET_PDEATHSIG = 1
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forks", type=int, default=0, metavar="N", help=__doc__)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported is kept, so nobody looks for garbage in it meanwhile: that takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -109,6 +119,8 @@ class Forks:
         self._modules = deque(modules_of(session.items))
         self._forks: list[Fork] = []
         self._num_forks, self._num_made = num_forks, 0
+        self._hears = False
+        """Half a word may have been read, if it is interrupted now."""
 
     def run(self) -> None:
         gc.collect()
@@ -119,12 +131,16 @@ class Forks:
                 self._make()
             while self._forks:
                 for words in wait([fork.words for fork in self._forks]):
+                    self._hears = True
                     self._hear(next(fork for fork in self._forks if fork.words is words))
+                    self._hears = False
                     if self._session.shouldfail:
                         raise self._session.Failed(self._session.shouldfail)
                     if self._session.shouldstop:
                         raise self._session.Interrupted(self._session.shouldstop)
         except KeyboardInterrupt:
+            if not self._hears:
+                self._hear_the_rest()
             running = [fork.left()[0] for fork in self._forks if fork.left()]
             terminal = self._session.config.pluginmanager.getplugin("terminalreporter")
             terminal.write_line("\ninterrupted; these ran, and are ended with all they started:")
@@ -136,6 +152,15 @@ class Forks:
                 os.kill(fork.pid, signal.SIGKILL)
                 os.waitpid(fork.pid, 0)
             self._end.communicate()  # whatever they have left behind is ended
+
+    def _hear_the_rest(self) -> None:
+        """What was said until now, so that what runs is known. Nobody begins anything else."""
+        self._modules.clear()
+        for fork in self._forks:
+            fork.waiting.clear()
+        for fork in tuple(self._forks):
+            while fork in self._forks and fork.words.poll():
+                self._hear(fork)
 
     def _make(self) -> None:
         (orders, to_do), (said, words) = Pipe(duplex=False), Pipe(duplex=False)

@@ -264,11 +264,13 @@ class HostPages:
     @property
     def huge_bytes(self) -> int:
         """See ``Pages``."""
-        spans = self._reserved.values()
-        return sum(address_space.huge_bytes_at(*span, self._fd) for span in spans)
+        ends = [end for at, size in self._reserved.values() for end in (at, at + size)]
+        first, last = min(ends, default=0), max(ends, default=0)
+        return address_space.huge_bytes_at(first, last - first, self._fd)
 
     def _tell_huge(self) -> None:
-        if not self._huge:
+        # To count holds up remaps, for long where others keep this thread from the core.
+        if not self._huge or not logger.isEnabledFor(logging.INFO):
             return
         size = self.num_granules * self.granule_bytes
         logger.info("memory in pages of 2 MiB: %d of %d MiB", self.huge_bytes / MIB, size / MIB)

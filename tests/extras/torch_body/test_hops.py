@@ -51,7 +51,7 @@ class Pair:
         self.address = fresh_address()
         self.first, self.second = opened(), opened(self.address)
         assert self.first.give(rows_of(0.0), self.address) is None, "as bytes, and a lane is asked"
-        eventually(lambda: self.way.slots is not None)
+        eventually(lambda: self.way.slots is not None and self.second._takers)
 
     @property
     def way(self) -> Way:

@@ -65,7 +65,12 @@ def run(arguments: list[str], **variables: str) -> str:
 
 
 def interpret(*what: str) -> None:
-    output = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", *what], TRITON_INTERPRET="1")
+    # One thread: several meet after each tiny operation, on cores that other tests have, too.
+    output = run(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", *what],
+        TRITON_INTERPRET="1",
+        OMP_NUM_THREADS="1",
+    )
     assert "passed" in output and "skipped" not in output
 
 
