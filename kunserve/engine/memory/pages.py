@@ -269,7 +269,6 @@ class HostPages:
         return address_space.huge_bytes_at(first, last - first, self._fd)
 
     def _tell_huge(self) -> None:
-        # To count holds up remaps, for long where others keep this thread from the core.
         if not self._huge or not logger.isEnabledFor(logging.INFO):
             return
         size = self.num_granules * self.granule_bytes
@@ -365,16 +364,35 @@ class _Prefault:
         self._num_bytes = num_bytes
         self._collapses = collapses
         self._when_done = when_done
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kv-prefault", daemon=True)
-        self._thread.start()
+        self._stopping, self._is_over = threading.Event(), threading.Event()
+        self._is_whole = False
+        # Two, because a thread that may be idle only stays so, and what tells has a remap wait.
+        self._threads = [
+            threading.Thread(target=run, name=name, daemon=True)
+            for run, name in ((self._run, "kv-prefault"), (self._tell, "kv-told"))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Return once no page is touched any more."""
         self._stopping.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
+        try:
+            self._is_whole = self._touch()
+        finally:
+            self._is_over.set()
+
+    def _tell(self) -> None:
+        self._is_over.wait()
+        if self._is_whole:
+            self._when_done()
+
+    def _touch(self) -> bool:
+        """Whether all was touched, and is counted soon: to count small pages takes long."""
         collapses = self._collapses
         with contextlib.suppress(OSError):  # a sandbox may refuse it
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -387,7 +405,6 @@ class _Prefault:
             size = min(self._PIECE_BYTES - address % self._PIECE_BYTES, end - address)
             # It does not move meanwhile: drops and restores move what lies behind it.
             if self._stopping.is_set() or not address_space.populate_pages(address, size):
-                return
+                return False
             address += size
-        if self._collapses == collapses:  # else to count small pages takes long, for little
-            self._when_done()
+        return self._collapses == collapses
