@@ -209,11 +209,10 @@ INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char 
 
 #if PIECE < LANES
 /* As many rows as the registers can sum one slot of: what is widened of w serves them all, and what
- * is read of x both pieces. Each slot fetches its share of what is to be fetched. */
+ * is read of x both pieces. What is to be fetched is spread evenly over the slots. */
 INLINE void slot_by_slot(const int rows, const int lines, vf *out, const char *panel,
                          const char *x, long x_stride, long steps, const char *next) {
   vf sums[4][PASS_ROWS];
-  long fetches = steps * lines;
   _Pragma("GCC unroll 1") for (int slot = 0; slot < 4; slot++) {
     pf acc[PIECES][PASS_ROWS][4];
     const char *w = panel + slot * 64, *factors = x + slot * (FACTOR_STEP / 4);
@@ -221,10 +220,9 @@ INLINE void slot_by_slot(const int rows, const int lines, vf *out, const char *p
       acc[p][i][0] = (pf){};
     }
     for (long s = 0; s < steps; s++, w += PANEL_STEP, factors += FACTOR_STEP) {
-      if (lines > 0) {
-        if (fetches > 0) __builtin_prefetch(next, 0, 2);
+      if (lines > 0 && s % (lines > 0 ? 4 / lines : 1) == 0) {
+        __builtin_prefetch(next, 0, 2);
         next += 64;
-        fetches--;
       }
       add_slot(rows, acc, 0, w, factors, x_stride);
     }
