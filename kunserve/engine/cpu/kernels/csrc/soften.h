@@ -127,7 +127,8 @@ INLINE void soften_row(attention_buffers *b, long row, seen_run run) {
   INLINE pf name(pf *v) {                                                                     \
     UNROLL for (int k = 0; k < 4; k++) {                                                      \
       __m256 a = (__m256)v[k], b = (__m256)v[k + 4];                                          \
-      v[k] = join((pf)_mm256_permute2f128_ps(a, b, 0x20), (pf)_mm256_permute2f128_ps(a, b, 0x31)); \
+      v[k] = join((pf)_mm256_permute2f128_ps(a, b, 0x20),                                     \
+                  (pf)_mm256_permute2f128_ps(a, b, 0x31));                                    \
     }                                                                                         \
     UNROLL for (int k = 0; k < 2; k++) {                                                      \
       __m256 a = (__m256)v[k], b = (__m256)v[k + 2];                                          \
