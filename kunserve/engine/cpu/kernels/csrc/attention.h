@@ -1,5 +1,5 @@
 /* Paged causal attention for decode and (chunked) prefill alike. Needs attention_span.h,
- * spread.h, soften.h, blend.h.
+ * scores.h, soften.h, blend.h.
  *
  * A piece of work is a sequence with one kv head and a run of queries, or, where few queries read a
  * long context, with all kv heads: their keys lie side by side. Softmax is one over a segment of
@@ -33,7 +33,7 @@ INLINE attention_buffers attention_scratch(int thread, long dim) {
   b.values = carve(&at, span_bytes);
   b.q = carve(&at, rows * dim * (long)sizeof(elem));
   b.spread = carve(&at, spread_bytes);
-  b.weights = carve(&at, rows * SPAN * (long)sizeof(elem));
+  b.weights = carve(&at, rows * SPAN * (long)sizeof(weight));
   b.scores = carve(&at, rows * SPAN * 4);
   b.rescale = carve(&at, rows * 4);
   b.seen = carve_seen(&at, dim);
@@ -109,6 +109,14 @@ static void open_piece(const attention_job *job, const attention_piece *piece,
   }
   if (piece->queries * group <= SPREAD_ROWS) {
     spread_rows(b->spread, (const char *)b->q, rows * dim * (long)sizeof(elem));
+#if PIECE < LANES
+  } else {
+    for (long h = 0, per_head = piece->queries * group; h < piece->num_kv_heads; h++) {
+      long from = h * per_head * dim;
+      char *factors = b->spread + SPREAD_BYTES(from * (long)sizeof(elem));
+      put_factors(factors, b->q + from, NULL, per_head, dim);
+    }
+#endif
   }
   see_nothing(&b->seen, rows, dim);
   b->has_before = 0;
@@ -272,38 +280,6 @@ static void close_piece(const attention_job *job, const attention_piece *piece,
   write_results(job, piece, &all);
 }
 
-/* Scores of a kv head's rows for `count` keys from `from` on, multiplied by `scale`. Those of rows
- * that see none of a panel's keys are not written. */
-static void score_span(const attention_job *job, const attention_piece *piece,
-                       attention_buffers *b, const span_rows *keys, fetch_list *list, long from,
-                       long count) {
-  long group = job->model->heads / job->model->kv_heads, rows = piece->queries * group;
-  long row_bytes = job->model->head_dim * (long)sizeof(elem);
-  float scale = 1.0f / __builtin_sqrtf((float)job->model->head_dim);
-  vf out[TILE_ROWS] = {{0}};
-  for (long i = 0; i < count; i += PANEL) {
-    const char *panel = keys->panels[i / PANEL];
-    fetched_pair next = next_fetched(list, panel);
-    const char *each[PANEL], *fetched[PANEL];
-    float *scores = b->scores + i;
-    if (rows <= SPREAD_ROWS) {
-      spread_dots((int)rows, scores, panel, b->spread, row_bytes, scale, next);
-      continue;
-    }
-    UNROLL for (int r = 0; r < PANEL; r++) {
-      each[r] = panel + r * row_bytes;
-      fetched[r] = next.far + r * row_bytes;
-    }
-    pack_panel(b->keys, each, row_bytes, fetched);
-    for (long row = first_seeing(piece, group, from + i); row < rows; row += TILE_ROWS) {
-      int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
-      const char *q = (const char *)b->q + row * row_bytes;
-      tile(height, out, b->keys, q, row_bytes, row_bytes / 16);
-      for (int r = 0; r < height; r++) store_f32(scores + (row + r) * SPAN, out[r] * scale);
-    }
-  }
-}
-
 /* What a kv head's rows have seen grows by `count` values from `from` on. */
 static void blend_span(const attention_job *job, const attention_piece *piece,
                        attention_buffers *b, const span_rows *values, fetch_list *list, long from,
@@ -317,8 +293,9 @@ static void blend_span(const attention_job *job, const attention_piece *piece,
   }
   int packs = rows - first > 2 * TILE_ROWS;
   if (packs) pack_values(b->values, values, next, dim, count);
-  for (long row = first; row < rows; row += TILE_ROWS) {
-    int height = rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
+  long most = packs ? PACKED_TILE_ROWS : TILE_ROWS;
+  for (long row = first; row < rows; row += most) {
+    int height = (int)(rows - row < most ? rows - row : most);
     long seen = keys_seen(piece, group, row + height - 1, from, count);
     if (packs) blend_packed(height, b, row, dim, seen);
     else blend_direct(height, b, values, row == first ? next : none, row, dim, seen);

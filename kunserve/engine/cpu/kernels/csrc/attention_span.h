@@ -9,6 +9,14 @@
 #define MAX_ROWS 288
 #define FEW_ROWS 36 /* >= MAX_HEADS_PER_KV_HEAD of attention.py */
 
+/* Softmax numerators, rounded to elements. With AVX2 they lie as floats, because products are. */
+#if defined(WIDENS_X) && !defined(ORDERS_X)
+#define WIDENS_WEIGHTS
+typedef float weight;
+#else
+typedef elem weight;
+#endif
+
 typedef struct {
   const kun_model *model;
   const kun_batch *batch;
@@ -30,8 +38,8 @@ typedef struct {
 typedef struct {
   char *keys, *values; /* packed, SPAN * head_dim elements each */
   elem *q;             /* [MAX_ROWS][head_dim] */
-  char *spread;        /* the same for `spread_dots`, where a kv head has few rows */
-  elem *weights;       /* [MAX_ROWS][SPAN] softmax numerators */
+  char *spread;        /* the same for `spread_dots`, where a kv head has few rows; else as factors */
+  weight *weights;     /* [MAX_ROWS][SPAN] softmax numerators */
   float *scores;       /* [MAX_ROWS][SPAN] */
   float *rescale;      /* [MAX_ROWS] */
   seen_keys seen;      /* of the segment so far */

@@ -15,6 +15,7 @@
 #include "rows.h"
 #include "attention_span.h"
 #include "spread.h"
+#include "scores.h"
 #include "soften.h"
 #include "blend.h"
 #include "attention.h"

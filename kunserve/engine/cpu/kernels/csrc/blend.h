@@ -46,7 +46,13 @@ INLINE void value_lanes(pi *lanes, const char *values, const long stride, const 
 
 /* Two vectors of columns of `value_lanes`, in order. */
 INLINE void in_order(vf *two) {
-#ifdef KUN_BF16
+#if defined(KUN_BF16) && PIECE < LANES
+  halves a = {two[0]}, b = {two[1]};
+  UNROLL for (int i = 0; i < 2; i++) {
+    *(pf *)piece_of(two + i, 0) = (pf)_mm256_permute2f128_ps(a.of[i], b.of[i], 0x20);
+    *(pf *)piece_of(two + i, 1) = (pf)_mm256_permute2f128_ps(a.of[i], b.of[i], 0x31);
+  }
+#elif defined(KUN_BF16)
   vi a = (vi)two[0], b = (vi)two[1];
   two[0] = (vf)SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   two[1] = (vf)SHUFFLE(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
@@ -85,11 +91,20 @@ INLINE void open_sums(const int rows, const int width, pf (*acc)[4], const atten
   }
 }
 INLINE void add_step(const int rows, const int width, pf (*acc)[4], const pi *v,
-                     const elem *weights) {
+                     const weight *weights) {
+#ifdef WIDENS_WEIGHTS
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int odd = 1; odd >= 0; odd--) {
+    pi p = piece_spread(weights + i * SPAN + odd);
+    UNROLL for (int j = 0; j < width; j++) {
+      acc[i][j] = piece_dot_f32(acc[i][j], odd ? v[j] & (int32_t)0xffff0000 : v[j] << 16, p);
+    }
+  }
+#else
   UNROLL for (int i = 0; i < rows; i++) {
     pi p = piece_spread(weights + i * SPAN);
     UNROLL for (int j = 0; j < width; j++) acc[i][j] = NAME(piece_dot)(acc[i][j], v[j], p);
   }
+#endif
 }
 INLINE void close_sums(const int rows, const int width, pf (*acc)[4], const attention_buffers *b,
                        long row, long d, const long dim, const int piece) {
@@ -98,11 +113,33 @@ INLINE void close_sums(const int rows, const int width, pf (*acc)[4], const atte
   }
 }
 
+#if PIECE < LANES
+#define PACKED_TILE_ROWS PASS_ROWS
+INLINE void packed_values_of(const int rows, const int width, const attention_buffers *b, long row,
+                             long d, long dim, long keys) {
+  for (int j = 0; j < width; j++, d += LANES) {
+    pf acc[PIECES][PASS_ROWS][4];
+    const char *weights = (const char *)(b->weights + row * SPAN), *at = b->values + d * 4;
+    UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
+      const pf_u *sum = (const pf_u *)sums_at(b, row + i, d, dim, p);
+      acc[p][i][0] = *sum * piece_splat(b->rescale[row + i]);
+    }
+    for (long left = keys; left > 0; left -= KEYS_PER_STEP, at += dim * 4) {
+      add_slot(rows, acc, 0, at, weights, SPAN * (long)sizeof(weight));
+      weights += KEYS_PER_STEP * (long)sizeof(weight);
+    }
+    UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
+      *(pf_u *)sums_at(b, row + i, d, dim, p) = acc[p][i][0];
+    }
+  }
+}
+#else
+#define PACKED_TILE_ROWS TILE_ROWS
 INLINE void packed_values_of(const int rows, const int width, const attention_buffers *b, long row,
                              long d, long dim, long keys) {
   UNROLL for (int piece = 0; piece < PIECES; piece++) {
     pf acc[TILE_ROWS][4];
-    const elem *weights = b->weights + row * SPAN;
+    const weight *weights = b->weights + row * SPAN;
     const char *at = b->values + d * 4 + piece * PIECE * 4;
     open_sums(rows, width, acc, b, row, d, dim, piece);
     for (long left = keys; left > 0; left -= KEYS_PER_STEP, at += dim * 4) {
@@ -114,6 +151,7 @@ INLINE void packed_values_of(const int rows, const int width, const attention_bu
     close_sums(rows, width, acc, b, row, d, dim, piece);
   }
 }
+#endif
 
 /* The same from V as it lies: what few rows read is not worth packing. */
 INLINE void direct_piece_of(const int rows, const int width, const attention_buffers *b,
@@ -121,7 +159,7 @@ INLINE void direct_piece_of(const int rows, const int width, const attention_buf
                             const long dim, long keys, const int piece) {
   const long row_bytes = dim * (long)sizeof(elem);
   pf acc[TILE_ROWS][4];
-  const elem *weights = b->weights + row * SPAN;
+  const weight *weights = b->weights + row * SPAN;
   open_sums(rows, width, acc, b, row, d, dim, piece);
   for (long i = 0; i < keys; i += PANEL) {
     const char *at = values->panels[i / PANEL] + d * (long)sizeof(elem);
@@ -145,15 +183,30 @@ INLINE void direct_values_of(const int rows, const int width, const attention_bu
   }
 }
 
+#if PIECE == LANES
 #define PACKED_4(n) packed_values_of(n, 4, b, row, d, dim, keys)
+#endif
 #define PACKED_2(n) packed_values_of(n, 2, b, row, d, dim, keys)
 #define DIRECT_4(n) direct_values_of(n, 4, b, values, next, row, d, dim, keys)
 #define DIRECT_2(n) direct_values_of(n, 2, b, values, next, row, d, dim, keys)
 
 static void blend_packed(int rows, const attention_buffers *b, long row, long dim, long keys) {
   long d = 0;
+#if PIECE < LANES
+  for (; d < dim; d += 32) {
+    switch (rows) {
+      case 1: PACKED_2(1); break;
+      case 2: PACKED_2(2); break;
+      case 3: PACKED_2(3); break;
+      case 4: PACKED_2(4); break;
+      case 5: PACKED_2(5); break;
+      default: PACKED_2(PASS_ROWS);
+    }
+  }
+#else
   for (; d + 64 <= dim; d += 64) WITH_CONSTANT_ROWS(rows, PACKED_4)
   for (; d < dim; d += 32) WITH_CONSTANT_ROWS(rows, PACKED_2)
+#endif
 }
 
 INLINE void direct_by(int rows, const attention_buffers *b, const span_rows *values,

@@ -65,6 +65,32 @@ INLINE void add_weighted(float *sum, vf v, float by, int left) {
   else store_f32(sum, new);
 }
 
+#if PIECE < LANES
+/* Round, activate and store 4 gated rows at most: a row's gates are one piece and its ups the other. */
+INLINE void finish_few(const linear_job *job, vf *sums, vf bias, long row, const int rows,
+                       long column) {
+  long left = job->n - column < 8 ? job->n - column : 8;
+  pf gate[4], up[4];
+  UNROLL for (int i = 0; i < rows; i++) {
+    gate[i] = piece_rounded(*piece_of(sums + i, 0) + *piece_of(&bias, 0));
+    up[i] = piece_rounded(*piece_of(sums + i, 1) + *piece_of(&bias, 1));
+  }
+  if (job->kind == KUN_GEGLU) gelu_all(gate, rows);
+  else silu_all(gate, rows);
+  elem *y = (elem *)job->y + row * job->n + column;
+  UNROLL for (int i = 0; i < rows; i++) {
+    store_piece(y + i * job->n, piece_rounded(gate[i]) * up[i], (int)left);
+  }
+}
+
+static void finish_gated(const linear_job *job, vf *sums, vf bias, long row, int rows,
+                         long column) {
+  for (; rows >= 4; rows -= 4, row += 4, sums += 4) finish_few(job, sums, bias, row, 4, column);
+  if (rows == 3) finish_few(job, sums, bias, row, 3, column);
+  else if (rows == 2) finish_few(job, sums, bias, row, 2, column);
+  else if (rows == 1) finish_few(job, sums, bias, row, 1, column);
+}
+#else
 /* Round, activate and store some gated rows, at most 2 `pairs`: two rows fill a vector. */
 INLINE void finish_pairs(const linear_job *job, const vf *sums, vf bias, long row, const int pairs,
                          int rows, long column) {
@@ -89,7 +115,7 @@ INLINE void finish_pairs(const linear_job *job, const vf *sums, vf bias, long ro
   }
 }
 
-static void finish_gated(const linear_job *job, const vf *sums, vf bias, long row, int rows,
+static void finish_gated(const linear_job *job, vf *sums, vf bias, long row, int rows,
                          long column) {
   for (; rows > 6; rows -= 8, row += 8, sums += 8) {
     finish_pairs(job, sums, bias, row, 4, rows < 8 ? rows : 8, column);
@@ -98,9 +124,10 @@ static void finish_gated(const linear_job *job, const vf *sums, vf bias, long ro
   else if (rows > 2) finish_pairs(job, sums, bias, row, 2, rows, column);
   else if (rows > 0) finish_pairs(job, sums, bias, row, 1, rows, column);
 }
+#endif
 
 /* Round and store the rows of one tile. */
-INLINE void finish(const linear_job *job, const vf *tile_out, vf bias, long row, int rows,
+INLINE void finish(const linear_job *job, vf *tile_out, vf bias, long row, int rows,
                    long column) {
   int left = job->n - column < PANEL ? (int)(job->n - column) : PANEL;
   if (is_gated(job)) {

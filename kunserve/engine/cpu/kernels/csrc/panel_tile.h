@@ -34,23 +34,20 @@ typedef elem factor;
 #elif defined(__AVX512F__)
 #define PASS_ROWS 7
 #define LEAST_PASS_ROWS 4
+#elif PIECE < LANES
+#define PASS_ROWS 6
+#define TWO_SLOTS_ROWS 3
 #else
 #define PASS_ROWS 3
 #define LEAST_PASS_ROWS 2
 #endif
-#if PIECE < LANES
-#define FEWEST_PASSES_ROWS (2 * PASS_ROWS)
-#else
-#define FEWEST_PASSES_ROWS PASS_ROWS
-#endif
 
 /* Into how many passes over a panel so many rows are cut. */
 INLINE int passes_of(long rows) {
-#ifdef ORDERS_X
-  return (int)((rows + PASS_ROWS - 1) / PASS_ROWS);
+#ifdef LEAST_PASS_ROWS
+  return rows <= PASS_ROWS ? 1 : (int)(rows / LEAST_PASS_ROWS);
 #else
-  if (rows <= FEWEST_PASSES_ROWS) return (int)((rows + PASS_ROWS - 1) / PASS_ROWS);
-  return (int)(rows / LEAST_PASS_ROWS);
+  return (int)((rows + PASS_ROWS - 1) / PASS_ROWS);
 #endif
 }
 
@@ -145,22 +142,32 @@ INLINE void open_page(const char *at) {
 INLINE void add_slot(const int rows, pf (*acc)[PASS_ROWS][4], const int slot, const char *panel,
                      const char *x, long x_stride) {
 #ifdef WIDENS_X /* the odd column first, as in `dot_bf16` */
-  UNROLL for (int odd = 1; odd >= 0; odd--) UNROLL for (int p = 0; p < PIECES; p++) {
-    pi w = *(const pi_u *)(panel + p * PIECE * 4);
-    w = odd ? w & (int32_t)0xffff0000 : w << 16;
+  UNROLL for (int odd = 1; odd >= 0; odd--) {
+    pi w[PIECES];
+    UNROLL for (int p = 0; p < PIECES; p++) {
+      w[p] = *(const pi_u *)(panel + p * PIECE * 4);
+      w[p] = odd ? w[p] & (int32_t)0xffff0000 : w[p] << 16;
+    }
     UNROLL for (int i = 0; i < rows; i++) {
 #ifdef ORDERS_X
       pi factor_of_all = piece_spread(x + 4 * (odd ? i : rows + i));
 #else
       pi factor_of_all = piece_spread(x + i * x_stride + 4 * odd);
 #endif
-      acc[p][i][slot] = piece_dot_f32(acc[p][i][slot], w, factor_of_all);
+      UNROLL for (int p = 0; p < PIECES; p++) {
+        add_product(&acc[p][i][slot], w[p], factor_of_all);
+      }
     }
   }
 #else
+  pi w[PIECES];
+  UNROLL for (int p = 0; p < PIECES; p++) w[p] = *(const pi_u *)(panel + p * PIECE * 4);
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int p = 0; p < PIECES; p++) {
-    pi w = *(const pi_u *)(panel + p * PIECE * 4);
-    acc[p][i][slot] = NAME(piece_dot)(acc[p][i][slot], w, piece_spread(x + i * x_stride));
+#ifdef KUN_BF16
+    acc[p][i][slot] = piece_dot_bf16(acc[p][i][slot], w[p], piece_spread(x + i * x_stride));
+#else
+    add_product(&acc[p][i][slot], w[p], piece_spread(x + i * x_stride));
+#endif
   }
 #endif
 }
@@ -200,11 +207,47 @@ INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char 
   }
 }
 
+#if PIECE < LANES
+/* As many rows as the registers can sum one slot of: what is widened of w serves them all, and what
+ * is read of x both pieces. What is to be fetched is spread evenly over the slots. */
+INLINE void slot_by_slot(const int rows, const int lines, vf *out, const char *panel,
+                         const char *x, long x_stride, long steps, const char *next) {
+  vf sums[4][PASS_ROWS];
+  _Pragma("GCC unroll 1") for (int slot = 0; slot < 4; slot++) {
+    pf acc[PIECES][PASS_ROWS][4];
+    const char *w = panel + slot * 64, *factors = x + slot * (FACTOR_STEP / 4);
+    UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
+      acc[p][i][0] = (pf){};
+    }
+    for (long s = 0; s < steps; s++, w += PANEL_STEP, factors += FACTOR_STEP) {
+      if (lines > 0 && s % (lines > 0 ? 4 / lines : 1) == 0) {
+        __builtin_prefetch(next, 0, 2);
+        next += 64;
+      }
+      add_slot(rows, acc, 0, w, factors, x_stride);
+    }
+    UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
+      *piece_of(&sums[slot][i], p) = acc[p][i][0];
+    }
+  }
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int p = 0; p < PIECES; p++) {
+    pf even = *piece_of(&sums[0][i], p) + *piece_of(&sums[2][i], p);
+    *piece_of(out + i, p) = even + (*piece_of(&sums[1][i], p) + *piece_of(&sums[3][i], p));
+  }
+}
+#endif
+
 /* One row's sums fit the registers whole, and memory is read once. Where registers are small more
  * rows take two slots at a time, so that what is read of x still serves both pieces. Then the panel
  * is read twice, and each time fetches half of what is to be fetched, so that memory never rests. */
 INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *panel,
                           const char *x, long x_stride, long steps, const char *next) {
+#if PIECE < LANES
+  if (rows > TWO_SLOTS_ROWS) {
+    slot_by_slot(rows, lines, out, panel, x, x_stride, steps, next);
+    return;
+  }
+#endif
 #ifdef ORDERS_X
   const int each = rows <= ALL_SLOTS_ROWS ? 1 : 2;
 #else
@@ -228,6 +271,8 @@ INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *
   PASS(lines, 10) PASS(lines, 11) PASS(lines, 12) PASS(lines, 13) PASS(lines, 14)
 #elif defined(__AVX512F__)
 #define MORE_PASSES(lines) PASS(lines, 4) PASS(lines, 5) PASS(lines, 6) PASS(lines, 7)
+#elif PIECE < LANES
+#define MORE_PASSES(lines) PASS(lines, 4) PASS(lines, 5) PASS(lines, 6)
 #else
 #define MORE_PASSES(lines)
 #endif

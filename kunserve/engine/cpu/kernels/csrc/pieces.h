@@ -10,6 +10,7 @@
 #define PIECE 8 /* lanes */
 typedef float pf __attribute__((vector_size(32)));
 typedef int32_t pi __attribute__((vector_size(32)));
+typedef uint32_t pu __attribute__((vector_size(32)));
 typedef uint16_t piece_words __attribute__((vector_size(32)));
 typedef int16_t piece_signed_words __attribute__((vector_size(32)));
 typedef float pf_u __attribute__((vector_size(32), aligned(4), may_alias));
@@ -35,10 +36,17 @@ INLINE pi piece_spread_16(const void *p) {
 }
 INLINE pf piece_splat(float x) { return x - (pf){}; }
 INLINE pf piece_dot_f32(pf acc, pi a, pi b) { return acc + (pf)a * (pf)b; }
+/* The same in the order as written, where it is: with all registers full gcc finds another one, for
+ * which they do not suffice. */
+INLINE void add_product(pf *acc, pi a, pi b) {
+  __asm__ volatile("vfmadd231ps %2, %1, %0" : "+x"(*acc) : "x"(a), "x"(b));
+}
 INLINE pf piece_dot_bf16(pf acc, pi a, pi b) {
   acc = piece_dot_f32(acc, a & (int32_t)0xffff0000, b & (int32_t)0xffff0000);
   return piece_dot_f32(acc, a << 16, b << 16);
 }
+INLINE pf piece_max(pf a, pf b) { return (pf)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE pf piece_min(pf a, pf b) { return (pf)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE pi piece_dot_words(pi a, pi b) {
   return (pi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 }
@@ -51,6 +59,7 @@ INLINE pi piece_dot_bytes(pi acc, pi w, pi x) {
 #define PIECE LANES
 typedef vf pf;
 typedef vi pi;
+typedef vu pu;
 typedef vf_u pf_u;
 typedef vi_u pi_u;
 INLINE pf piece_f16(const char *p) { return widen_f16(*(const half_u *)p); }
@@ -61,8 +70,11 @@ INLINE pi piece_spread(const void *p) { return spread_4_bytes(p); }
 INLINE pi piece_spread_16(const void *p) { return spread_16_bytes(p); }
 INLINE pf piece_splat(float x) { return splat(x); }
 INLINE pf piece_dot_f32(pf acc, pi a, pi b) { return dot_f32(acc, a, b); }
+INLINE void add_product(pf *acc, pi a, pi b) { *acc = dot_f32(*acc, a, b); }
 INLINE pf piece_dot_bf16(pf acc, pi a, pi b) { return dot_bf16(acc, a, b); }
 INLINE pi piece_dot_bytes(pi acc, pi w, pi x) { return dot_bytes(acc, w, x); }
+INLINE pf piece_max(pf a, pf b) { return max_vf(a, b); }
+INLINE pf piece_min(pf a, pf b) { return min_vf(a, b); }
 #endif
 
 #define PIECES (LANES / PIECE)

@@ -1,5 +1,5 @@
 /* Attention's multiply-accumulate kernel: rows of x against a packed panel of 16 rows of w. Needs
- * typed.h and transpose.h.
+ * typed.h and transpose.h. With AVX2 it is that of panel_tile.h.
  *
  * A packed panel is [step][quad q][row r][16 bytes]: step s holds bytes [16 s, 16 s + 16) of the
  * panel's rows {q, 4 + q, 8 + q, 12 + q}. An accumulator has one lane per (row, 4-byte slot of the
@@ -30,6 +30,7 @@
   }
 #endif
 
+#if PIECE == LANES
 /* Pack the 16 rows of `row_bytes` (a multiple of 16) bytes that `rows` point to, while fetching the
  * next ones into the L2 cache, spread evenly so that memory never rests. Not into L1, where they
  * would push out the packed panel. */
@@ -48,6 +49,8 @@ INLINE void pack_panel(char *packed, const char *const *rows, long row_bytes,
     }
   }
 }
+
+#endif
 
 /* Add each accumulator's four slots: lane 4 r + q of the result is quad q's row r. */
 INLINE vf add_slots(const vf *acc) {
@@ -78,6 +81,7 @@ INLINE pf add_slots_of(const pf *acc) {
 #endif
 }
 
+#if PIECE == LANES
 INLINE void tile_of(const int rows, vf *out, const char *packed, const char *x, long x_stride,
                     long steps) {
   UNROLL for (int piece = 0; piece < PIECES; piece++) {
@@ -102,3 +106,4 @@ static void tile(int rows, vf *out, const char *packed, const char *x, long x_st
   WITH_CONSTANT_ROWS(rows, CALL)
 #undef CALL
 }
+#endif

@@ -33,9 +33,39 @@ INLINE void quad_steps(vi *step, const char *a_at, const char *b_at, const char 
 #endif
 }
 
+#if PIECE < LANES
+/* 32 bytes of each of 8 rows: 4 of all of them every 64 bytes of `to`. */
+INLINE void transpose_32_bytes(char *to, const char *const *rows, long at) {
+  __m256 row[8], pair[8], four[8];
+  UNROLL for (int r = 0; r < 8; r++) row[r] = _mm256_loadu_ps((const float *)(rows[r] + at));
+  UNROLL for (int r = 0; r < 8; r += 2) {
+    pair[r] = _mm256_unpacklo_ps(row[r], row[r + 1]);
+    pair[r + 1] = _mm256_unpackhi_ps(row[r], row[r + 1]);
+  }
+  UNROLL for (int r = 0; r < 8; r += 4) UNROLL for (int i = 0; i < 2; i++) {
+    four[r + 2 * i] = _mm256_shuffle_ps(pair[r + i], pair[r + i + 2], 0x44);
+    four[r + 2 * i + 1] = _mm256_shuffle_ps(pair[r + i], pair[r + i + 2], 0xee);
+  }
+  UNROLL for (int c = 0; c < 4; c++) {
+    __m256 low = _mm256_permute2f128_ps(four[c], four[c + 4], 0x20);
+    __m256 high = _mm256_permute2f128_ps(four[c], four[c + 4], 0x31);
+    _mm256_storeu_ps((float *)(to + c * 64), low);
+    _mm256_storeu_ps((float *)(to + (c + 4) * 64), high);
+  }
+}
+#endif
+
 /* 64 bytes of each of 16 rows, or the `left` (a multiple of 16) that there are: vector 4 s + c of
  * `to` gets bytes [16 s + 4 c, 16 s + 4 c + 4) of all rows. */
 INLINE void transpose_64_bytes(char *to, const char *const *rows, long at, long left) {
+#if PIECE < LANES
+  if (left >= 64) {
+    UNROLL for (int q = 0; q < 4; q++) {
+      transpose_32_bytes(to + q / 2 * 512 + q % 2 * 32, rows + q % 2 * 8, at + q / 2 * 32);
+    }
+    return;
+  }
+#endif
   vi quads[4][4];
   UNROLL for (int q = 0; q < 4; q++) {
     quad_steps(quads[q], rows[q] + at, rows[4 + q] + at, rows[8 + q] + at, rows[12 + q] + at, left);

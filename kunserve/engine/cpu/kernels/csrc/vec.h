@@ -37,6 +37,21 @@ typedef int8_t chars_u __attribute__((vector_size(16), aligned(1), may_alias));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* A vector's halves. What is not lane by lane gcc computes element by element, unless it is told how
+ * it is done with each half. */
+#define HAS_HALVES
+typedef union {
+  vf all;
+  vi bits;
+  __m256 of[2];
+  __m256i bits_of[2];
+} halves;
+#define EACH_HALF(result, ...)                                    \
+  halves result;                                                  \
+  UNROLL for (int h = 0; h < 2; h++) result.of[h] = (__VA_ARGS__)
+#endif
+
 INLINE vf splat(float x) { return x - (vf){}; }
 INLINE vf load_f32(const float *p) { return *(const vf_u *)p; }
 INLINE void store_f32(float *p, vf v) { *(vf_u *)p = v; }
@@ -52,6 +67,11 @@ INLINE void store_part_f32(float *p, vf v, int count) { memcpy(p, &v, (size_t)co
 INLINE vf widen(half_u h) {
 #ifdef __AVX512F__
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#elif defined(HAS_HALVES)
+  __m128i words[2];
+  memcpy(words, &h, sizeof h);
+  EACH_HALF(wide, (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(words[h]), 16));
+  return wide.all;
 #else
   vi wide;
   for (int i = 0; i < LANES; i++) wide[i] = (int32_t)((uint32_t)h[i] << 16);
@@ -64,6 +84,11 @@ INLINE half_u narrow(vf v) {
 #else
   vi bits = (vi)v;
   bits += 0x7fff + ((bits >> 16) & 1);
+#ifdef HAS_HALVES
+  halves of = {.bits = bits};
+  __m256i low = _mm256_srli_epi32(of.bits_of[0], 16), high = _mm256_srli_epi32(of.bits_of[1], 16);
+  return (half_u)_mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+#endif
   half_u h;
   for (int i = 0; i < LANES; i++) h[i] = (uint16_t)((uint32_t)bits[i] >> 16);
   return h;
@@ -184,6 +209,10 @@ INLINE vi dot_bytes(vi acc, vi w, vi x) {
 INLINE vf max_vf(vf a, vf b) {
 #ifdef __AVX512F__
   return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(HAS_HALVES)
+  halves left = {a}, right = {b};
+  EACH_HALF(larger, _mm256_max_ps(left.of[h], right.of[h]));
+  return larger.all;
 #else
   vi greater = a > b;
   return (vf)((greater & (vi)a) | (~greater & (vi)b));
@@ -192,6 +221,10 @@ INLINE vf max_vf(vf a, vf b) {
 INLINE vf min_vf(vf a, vf b) {
 #ifdef __AVX512F__
   return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(HAS_HALVES)
+  halves left = {a}, right = {b};
+  EACH_HALF(smaller, _mm256_min_ps(left.of[h], right.of[h]));
+  return smaller.all;
 #else
   vi less = a < b;
   return (vf)((less & (vi)a) | (~less & (vi)b));
@@ -221,6 +254,16 @@ INLINE vf join_high(vf a, vf b) {
 
 /* Lanes swapped with those `half` away. */
 INLINE vf fold(vf v, int half) {
+#ifdef HAS_HALVES
+  halves of = {v}, folded = {v};
+  UNROLL for (int h = 0; h < 2; h++) {
+    if (half == 8) folded.of[h] = of.of[1 - h];
+    else if (half == 4) folded.of[h] = _mm256_permute2f128_ps(of.of[h], of.of[h], 1);
+    else if (half == 2) folded.of[h] = _mm256_permute_ps(of.of[h], 0x4e);
+    else folded.of[h] = _mm256_permute_ps(of.of[h], 0xb1);
+  }
+  return folded.all;
+#endif
   switch (half) {
     case 8: return (vf)SHUFFLE((vi)v, (vi)v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
     case 4: return (vf)SHUFFLE((vi)v, (vi)v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
@@ -259,69 +302,6 @@ INLINE float largest_bits(vi v) {
     v = larger_of(v, (vi)fold((vf)v, half));
   }
   return ((vf)v)[0];
-}
-
-/* e^x for x <= 88, within 2 ulp; below -87 the result is e^-87. e^0 is exactly 1. Of `n` (a constant,
- * at most 4) vectors, each operation of all before the next: none waits for its own last one. */
-INLINE void exp_all(vf *x, const int n) {
-  const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-  vf shifted[4], r[4], p[4];
-  UNROLL for (int i = 0; i < n; i++) x[i] = max_vf(x[i], splat(-87.0f));
-  UNROLL for (int i = 0; i < n; i++) {
-    shifted[i] = (vf)dot_f32(magic, (vi)x[i], (vi)splat(1.44269504f));
-  }
-#define EACH(result, sum, a, b) \
-  UNROLL for (int i = 0; i < n; i++) result = dot_f32(sum, (vi)(a), (vi)(b))
-  EACH(r[i], x[i], shifted[i] - magic, splat(-0.693359375f));
-  EACH(r[i], r[i], shifted[i] - magic, splat(2.12194440e-4f));
-  EACH(p[i], splat(1.3981999507e-3f), splat(1.9875691500e-4f), r[i]);
-  EACH(p[i], splat(8.3334519073e-3f), p[i], r[i]);
-  EACH(p[i], splat(4.1665795894e-2f), p[i], r[i]);
-  EACH(p[i], splat(1.6666665459e-1f), p[i], r[i]);
-  EACH(p[i], splat(5.0000001201e-1f), p[i], r[i]);
-  EACH(p[i], r[i] + splat(1.0f), p[i], r[i] * r[i]);
-#undef EACH
-  UNROLL for (int i = 0; i < n; i++) {
-    x[i] = (vf)((vu)p[i] + ((vu)shifted[i] << 23)); /* unsigned: it wraps */
-  }
-}
-INLINE vf exp_vf(vf x) {
-  exp_all(&x, 1);
-  return x;
-}
-
-/* e^-x, at most e^87. */
-INLINE void exp_minus_all(vf *x, const int n) {
-  UNROLL for (int i = 0; i < n; i++) x[i] = min_vf(-x[i], splat(87.0f));
-  exp_all(x, n);
-}
-INLINE vf exp_minus_vf(vf x) {
-  exp_minus_all(&x, 1);
-  return x;
-}
-
-/* x * sigmoid(x). */
-INLINE void silu_all(vf *x, const int n) {
-  vf e[4];
-  UNROLL for (int i = 0; i < n; i++) e[i] = x[i];
-  exp_minus_all(e, n);
-  UNROLL for (int i = 0; i < n; i++) x[i] = x[i] / (splat(1.0f) + e[i]);
-}
-
-/* GELU by its tanh: x (1 + tanh(u)) / 2 is x sigmoid(2 u). */
-INLINE void gelu_all(vf *x, const int n) {
-  vf e[4];
-  UNROLL for (int i = 0; i < n; i++) {
-    vf cubed = x[i] * x[i] * x[i];
-    e[i] = splat(1.5957691216f) * (x[i] + splat(0.044715f) * cubed);
-  }
-  exp_minus_all(e, n);
-  UNROLL for (int i = 0; i < n; i++) x[i] = x[i] / (splat(1.0f) + e[i]);
-}
-
-/* tanh(x), within 1e-7. */
-INLINE vf tanh_vf(vf x) {
-  return splat(2.0f) / (splat(1.0f) + exp_minus_vf(x + x)) - splat(1.0f);
 }
 
 #endif
