@@ -25,9 +25,8 @@ typedef elem factor;
 
 /* Rows of x that share a pass over a panel: their sums fill the registers. Where w is widened a pass
  * has as many as it can, because all share that; more than ALL_SLOTS_ROWS take two slots of a panel
- * at a time. Elsewhere, from two passes on, each has at least half as many: fewer would read the
- * panel more often than memory is waited for. Up to FEWEST_PASSES_ROWS, passes are as full as they
- * can be: there memory is waited for. */
+ * at a time. With AVX2 more than TWO_SLOTS_ROWS take one. Elsewhere, from two passes on, each has at
+ * least half as many: fewer would read the panel more often than memory is waited for. */
 #ifdef ORDERS_X
 #define PASS_ROWS 14
 #define ALL_SLOTS_ROWS 7
