@@ -20,7 +20,7 @@
 # make chaos-sim 10,000 random schedules of everything that can go wrong, in virtual time
 # make test-hosts   several hosts as network namespaces, with links that are cut (needs root)
 # make package   source archive and wheel in dist/, with compiled kernels (docs/release.md)
-# make experiments   the paper's figures, simulated: an hour, goes on where it stopped
+# make experiments   the paper's figures, simulated: 937 runs, hours; goes on where it stopped
 # make report    what all of it says, from kept results: docs/report/, and HTML and PDF in build/report
 PYTHON ?= python3
 VENV := .venv
