@@ -1,10 +1,12 @@
 /* What this machine can do at most. `python -m benchmarks.compute.kernels` holds the kernels against it. */
+#include "pieces.h"
 #include "pool.h"
-#include "vec.h"
 
 /* As many sums as registers allow beside two operands: then neither latency nor loads count. */
 #ifdef __AVX512F__
 #define SUMS 24
+#elif PIECE < LANES
+#define SUMS 12
 #else
 #define SUMS 4
 #endif
@@ -17,15 +19,18 @@ typedef struct {
 
 static volatile float sink; /* so that nothing is left out */
 
-INLINE vi dots_of(const int kind, long rounds) {
-  vi acc[SUMS], start[SUMS] = {}, a = {}, b = {}, all = {};
+INLINE pi dots_of(const int kind, long rounds) {
+  pi acc[SUMS], start[SUMS] = {}, a = {}, b = {}, all = {};
   __asm__ volatile("" : "+m"(a), "+m"(b), "+m"(start)); /* else all sums would be one */
   UNROLL for (int i = 0; i < SUMS; i++) acc[i] = start[i];
   for (long round = 0; round < rounds; round++) {
+#if PIECE < LANES
+    __asm__ volatile("" : "+x"(a)); /* else the products of bytes would be made once */
+#endif
     UNROLL for (int i = 0; i < SUMS; i++) {
-      if (kind == DOTS_BF16) acc[i] = (vi)dot_bf16((vf)acc[i], a, b);
-      else if (kind == DOTS_F32) acc[i] = (vi)dot_f32((vf)acc[i], a, b);
-      else acc[i] = dot_bytes(acc[i], a, b);
+      if (kind == DOTS_BF16) acc[i] = (pi)piece_dot_bf16((pf)acc[i], a, b);
+      else if (kind == DOTS_F32) acc[i] = (pi)piece_dot_f32((pf)acc[i], a, b);
+      else acc[i] = piece_dot_bytes(acc[i], a, b);
     }
   }
   UNROLL for (int i = 0; i < SUMS; i++) all |= acc[i];
@@ -34,7 +39,7 @@ INLINE vi dots_of(const int kind, long rounds) {
 
 static void dots_fn(void *arg, int thread) {
   const dots_job *job = arg;
-  vi all;
+  pi all;
   (void)thread;
   switch (job->kind) {
     case DOTS_BF16: all = dots_of(DOTS_BF16, job->rounds); break;
@@ -48,7 +53,7 @@ static void dots_fn(void *arg, int thread) {
 int64_t kun_peak_dots(int32_t kind, int64_t rounds) {
   dots_job job = {kind, rounds};
   pool_run(dots_fn, &job);
-  return rounds * SUMS * LANES * (kind == DOTS_BF16 ? 2 : kind == DOTS_F32 ? 1 : 4) * kun_threads();
+  return rounds * SUMS * PIECE * (kind == DOTS_BF16 ? 2 : kind == DOTS_F32 ? 1 : 4) * kun_threads();
 }
 
 typedef struct {
