@@ -6,7 +6,7 @@
 
 #include "vec.h"
 
-#if defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512F__)
 #define PIECE 8 /* lanes */
 typedef float pf __attribute__((vector_size(32)));
 typedef int32_t pi __attribute__((vector_size(32)));
@@ -38,11 +38,7 @@ INLINE pf piece_splat(float x) { return x - (pf){}; }
 /* Rounded once, whatever the compiler makes of sums of products: rows that share a call in other
  * numbers take `add_product`, and have the same bits. */
 INLINE pf piece_dot_f32(pf acc, pi a, pi b) {
-#ifdef __FMA__
   return (pf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)acc);
-#else
-  return acc + (pf)a * (pf)b;
-#endif
 }
 /* The same in the order as written, where it is: with all registers full gcc finds another one, for
  * which they do not suffice. */
