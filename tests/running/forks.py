@@ -119,27 +119,27 @@ class Forks:
         self._modules = deque(modules_of(session.items))
         self._forks: list[Fork] = []
         self._num_forks, self._num_made = num_forks, 0
-        self._hears = False
-        """Half a word may have been read, if it is interrupted now."""
+        self._is_whole, self._is_interrupted = True, False
 
     def run(self) -> None:
         gc.collect()
         gc.freeze()  # what was imported is neither looked at nor copied again
         self._end = end_with_this_process()
+        handler = signal.signal(signal.SIGINT, self._interrupt)
         try:
             for _ in range(self._num_forks):
-                self._make()
+                with self._in_one_piece():
+                    self._make()
             while self._forks:
                 for words in wait([fork.words for fork in self._forks]):
-                    self._hears = True
-                    self._hear(next(fork for fork in self._forks if fork.words is words))
-                    self._hears = False
+                    with self._in_one_piece():
+                        self._hear(next(fork for fork in self._forks if fork.words is words))
                     if self._session.shouldfail:
                         raise self._session.Failed(self._session.shouldfail)
                     if self._session.shouldstop:
                         raise self._session.Interrupted(self._session.shouldstop)
         except KeyboardInterrupt:
-            if not self._hears:
+            if self._is_whole:
                 self._hear_the_rest()
             running = [fork.left()[0] for fork in self._forks if fork.left()]
             terminal = self._session.config.pluginmanager.getplugin("terminalreporter")
@@ -152,6 +152,23 @@ class Forks:
                 os.kill(fork.pid, signal.SIGKILL)
                 os.waitpid(fork.pid, 0)
             self._end.communicate()  # whatever they have left behind is ended
+            signal.signal(signal.SIGINT, handler)
+
+    def _interrupt(self, signum: int, frame: object) -> None:
+        """Half a word, or a process that nobody knows of yet, would hide what runs: the first
+        interrupt waits for the whole. The second one does not.
+        """
+        if self._is_whole or self._is_interrupted:
+            raise KeyboardInterrupt
+        self._is_interrupted = True
+
+    @contextlib.contextmanager
+    def _in_one_piece(self) -> Iterator[None]:
+        self._is_whole = False
+        yield
+        self._is_whole = True
+        if self._is_interrupted:
+            raise KeyboardInterrupt
 
     def _hear_the_rest(self) -> None:
         """What was said until now, so that what runs is known. Nobody begins anything else."""
@@ -286,6 +303,7 @@ def work(session: pytest.Session, orders: Connection, words: Connection, number:
     """Be a process that runs what it is given, and ends when nothing is left."""
     status = 1
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         be_alone(session.config, number)
         session.config.pluginmanager.register(Reporter(session.config, words))
         while (chunk := orders.recv()) is not None:

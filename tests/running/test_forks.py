@@ -67,6 +67,14 @@ def test_stays():
     os.rename("part", "pids")
     time.sleep(300)
 """
+HEARS_SLOWLY = """
+import os, time
+
+def pytest_report_from_serializable():
+    while not os.path.exists("pids"):
+        time.sleep(0.01)
+    time.sleep(1)
+"""
 DIES_BEHIND = """
 import os, pytest
 
@@ -143,12 +151,17 @@ def is_gone(pid: int) -> bool:
     return state == "Z"
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_who_ends_leaves_nobody(
-    tmp_path: Path, eventually: Callable[..., object], end: signal.Signals
+    tmp_path: Path, eventually: Callable[..., object], end: signal.Signals, is_slow: bool
 ) -> None:
-    """Neither a process of the tests, nor what a test has started in a session of its own."""
+    """Neither a process of the tests, nor what a test has started in a session of its own. One
+    that is ended while it hears of an earlier test still names the one that runs.
+    """
     (tmp_path / "test_stays.py").write_text(STAYS)
+    if is_slow:
+        (tmp_path / "conftest.py").write_text(HEARS_SLOWLY)
     with subprocess.Popen(
         command_of("--forks", "2"),
         cwd=tmp_path,
