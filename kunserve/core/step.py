@@ -148,12 +148,17 @@ class StepPlan:
         ]
 
 
+LATE = -1
+"""Stands for a token of a structured output of which nobody knew in time what may come: a later
+step computes its row again. So whose form takes long holds up nobody else."""
+
+
 class SampledToken(NamedTuple):
     """One request's new token, from the stage that holds the output head."""
 
     request_id: RequestId
     token_id: int | None
-    """None when no token could be chosen: the request ends with an error."""
+    """None when no token could be chosen: the request ends with an error. Or ``LATE``."""
     logprobs: TokenLogprobs | None
 
 

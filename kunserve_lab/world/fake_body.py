@@ -33,7 +33,7 @@ from kunserve.core.layout import LayerRange
 from kunserve.core.prompt_scores import PromptScores, pack_scores
 from kunserve.core.request import SamplingParams, TokenLogprobs
 from kunserve.core.snapshots import HeadShape, InstanceSpec
-from kunserve.core.step import SampledToken, SequenceStart
+from kunserve.core.step import LATE, SampledToken, SequenceStart
 from kunserve.transport.bulk.movable_memory import WriteGate
 from kunserve_lab.world.at_once import ComputesAtOnce
 from kunserve_lab.world.fake_host import GARBAGE, FakeHost
@@ -45,9 +45,12 @@ from kunserve_lab.world.fake_model import (
     draw,
     expected_scores,
     expected_tokens,
+    hidden_from_bytes,
+    hidden_to_bytes,
     mix,
     mix_one,
     score_row,
+    true_weights,
 )
 from kunserve_lab.world.viewed_memory import ViewedMemory
 
@@ -127,6 +130,7 @@ class FakeBody(ComputesAtOnce, ViewedMemory):
         """Layers whose bytes may have changed since a step last used them."""
         self._starts: dict[RequestId, SequenceStart] = {}
         self._history: dict[RequestId, list[int]] = {}
+        self._late: set[RequestId] = set()
         self.board: Board = {}
         self.host = FakeHost(self)
         self.load_layers(self._whole)
@@ -304,6 +308,11 @@ class FakeBody(ComputesAtOnce, ViewedMemory):
                 continue
             start, history = self._starts[request_id], self._history[request_id]
             position = num_before - start.num_prompt_tokens
+            if start.sampling.structured is not None and position % 3 == 1:
+                self._late ^= {request_id}  # each such token comes at the second try
+                if request_id in self._late:
+                    yield SampledToken(request_id, LATE, None)
+                    continue
             value = draw(hidden, start.sampling, position, history)
             token_id = value % self._model.vocab_size
             if start.sampling.needs_history:
@@ -316,6 +325,7 @@ class FakeBody(ComputesAtOnce, ViewedMemory):
         """Drop per-request state; unknown ones are no mistake."""
         self._starts.pop(request_id, None)
         self._history.pop(request_id, None)
+        self._late.discard(request_id)
         self.host.forget(request_id)
 
     # Memory
@@ -379,7 +389,7 @@ class FakeBody(ComputesAtOnce, ViewedMemory):
                 gate(self._spec.layer_bytes, functools.partial(self._load, layer))
 
     def _load(self, layer: int) -> None:
-        self._weights[layer] = self._true_weights(layer)
+        self._weights[layer] = true_weights(layer, self._spec.layer_bytes)
         self._unverified.add(layer)
 
     def _hold(self, layers: LayerRange) -> Remap:
@@ -395,14 +405,10 @@ class FakeBody(ComputesAtOnce, ViewedMemory):
         self.held, self.prepared, self._pieces_left = layers, None, 0
         return Remap(self.kv_units, (self.kv_units - before) * spec.unit_bytes, 0.0)
 
-    def _true_weights(self, layer: int) -> Uint8Array:
-        indices = np.arange(self._spec.layer_bytes, dtype=np.uint64)
-        return (mix(indices, layer) & np.uint64(0xFF)).astype(np.uint8)
-
     def _verify_weights(self, layers: LayerRange) -> None:
         assert self.held.covers(layers), f"layers {layers} are not held, only {self.held}"
         for layer in self._unverified.intersection(range(*layers)):
-            true = self._true_weights(layer)
+            true = true_weights(layer, self._spec.layer_bytes)
             assert np.array_equal(self._weights[layer], true), f"layer {layer} is not loaded"
             self._unverified.discard(layer)
 
@@ -438,12 +444,5 @@ class FakeBody(ComputesAtOnce, ViewedMemory):
         for layer in range(*layers):
             self.layer_view(layer)[:] = source.layer_view(layer)
 
-    @staticmethod
-    def hidden_to_bytes(hidden: Uint64Array, to: str = "") -> memoryview:
-        """The activations' bytes for the wire."""
-        return hidden.data.cast("B")
-
-    @staticmethod
-    def hidden_from_bytes(data: bytes | bytearray | memoryview) -> Uint64Array:
-        """Activations from the wire."""
-        return np.frombuffer(data, dtype=np.uint64)
+    hidden_to_bytes = staticmethod(hidden_to_bytes)
+    hidden_from_bytes = staticmethod(hidden_from_bytes)

@@ -64,6 +64,22 @@ def draw(hidden: int, sampling: SamplingParams, position: int, history: list[int
     return value
 
 
+def hidden_to_bytes(hidden: Uint64Array, to: str = "") -> memoryview:
+    """The activations' bytes for the wire."""
+    return hidden.data.cast("B")
+
+
+def hidden_from_bytes(data: bytes | bytearray | memoryview) -> Uint64Array:
+    """Activations from the wire."""
+    return np.frombuffer(data, dtype=np.uint64)
+
+
+def true_weights(layer: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """What a layer's weights are."""
+    indices = np.arange(num_bytes, dtype=np.uint64)
+    return (mix(indices, layer) & np.uint64(0xFF)).astype(np.uint8)
+
+
 def score_row(hidden: int, token_id: int) -> TokenLogprobs:
     """What the output head says of a prompt's token: numbers that float32 holds exactly."""
     value = mix_one(hidden ^ token_id, _HEAD)

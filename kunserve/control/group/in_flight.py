@@ -86,7 +86,7 @@ class InFlight:
         scored: list[ScoreRun] = []
         self.filled = []
         for seq, num_tokens in chosen:
-            start = seq.num_computed
+            start = seq.num_computed - seq.is_late
             end = start + num_tokens
             if num_tokens > 1 or start < seq.num_prompt:
                 planned.num_prompt_tokens += num_tokens
@@ -134,7 +134,7 @@ class InFlight:
         chunks: list[Chunk] = []
         started: list[SequenceStart] = []
         for seq, num_tokens in chosen:
-            start = seq.num_computed
+            start = seq.num_computed - seq.is_late
             samples = start + num_tokens == seq.num_tokens + seq.is_awaiting
             chunks.append(Chunk(seq.request_id, start, num_tokens, int(samples)))
             if num_tokens > 1 or start < seq.num_prompt:

@@ -216,7 +216,7 @@ class Holders:
                 context += seq.num_computed if sees_all else seen_keys(seq.num_computed)
             elif seq.state is runs:
                 computed = seq.num_computed
-                if computed >= seq.num_prompt and seq.num_tokens - computed == 1:
+                if seq.is_late or (computed >= seq.num_prompt and seq.num_tokens - computed == 1):
                     decodes.append(seq)
                 else:
                     prompts.append(seq)
@@ -271,8 +271,7 @@ class Holders:
                 if seq.num_tokens % self._blocks.block_size == 0:
                     blocks.append((seq.request_id, self._blocks.holding(seq.num_tokens + 1)))
             else:
-                is_decode = seq.num_computed >= seq.num_prompt and seq.num_left == 1
-                (decodes if is_decode else prompts).append(seq)
+                (decodes if seq.decodes else prompts).append(seq)
                 blocks.append((seq.request_id, self._blocks_to_run(seq)))
         if sum(max(0, n - self._ledger.blocks_of(i)) for i, n in blocks) > self._ledger.free_blocks:
             return _NOBODY
@@ -331,7 +330,7 @@ class Holders:
                 blocks,
             )
             assert 0 <= seq.num_computed <= seq.num_tokens, seq
-            assert seq.num_left > 0 or seq.is_awaiting, seq
+            assert (seq.num_left > 0) + seq.is_awaiting + seq.is_late == 1, seq
         assert reserved == self._ledger.used_blocks, (reserved, self._ledger.used_blocks)
 
     def _blocks_to_run(self, seq: Sequence) -> int:

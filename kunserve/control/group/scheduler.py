@@ -29,7 +29,7 @@ from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.plan import NOTHING_MEASURED, Measured
 from kunserve.core.prompt_scores import PromptScores
 from kunserve.core.request import FinishReason, Request, SamplingParams
-from kunserve.core.step import StepPlan, StepResult
+from kunserve.core.step import LATE, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch.batch_form import FormBatch
 from kunserve.policy.batch.relief import NO_HOST, HostLink
@@ -282,6 +282,9 @@ class Scheduler:
             if seq is None or seq.state is Progress.ENDED:
                 continue
             assert request_id == seq.request_id, (request_id, seq.request_id)
+            if token_id == LATE:
+                seq.wait_on()
+                continue
             num_failed += token_id is None
             output = seq.append_token(token_id, logprobs, pool_tokens, now_s)
             outputs.append(output)

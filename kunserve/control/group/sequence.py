@@ -65,6 +65,8 @@ class Sequence:
     """Scores that have come: none of them is computed again."""
     is_awaiting: bool = False
     """A sampling chunk is in flight: the next token is not known yet."""
+    is_late: bool = False
+    """No token came for its last one, which is to be computed again: its KV is there."""
     is_started: bool = False
     """The stages have been told of it, and not told since to release it."""
     began_s: float | None = None
@@ -91,6 +93,12 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
+    def decodes(self) -> bool:
+        """Whether a token of output is all that is to be computed, or the last known one again."""
+        is_newest = self.num_computed >= self.num_prompt and self.num_left == 1
+        return is_newest or self.is_late
+
+    @property
     def has_scores_to_come(self) -> bool:
         """Whether scores of its prompt are still computed."""
         return self.num_scored < self.num_to_score
@@ -105,6 +113,7 @@ class Sequence:
     def adopt(self, given: SequenceState, state: Progress) -> None:
         """It comes with KV from another leader."""
         self.num_preemptions, self.num_computed = given.num_preemptions, given.num_computed
+        self.is_late = given.num_computed == self.num_tokens
         self.state = state
 
     def admit(self, num_computed: int, now_s: float) -> bool:
@@ -135,6 +144,7 @@ class Sequence:
         """It is to be computed again."""
         self.num_preemptions += 1
         self.num_computed = 0
+        self.is_late = False
         self.streams_since_s = None
         self.is_started = False
         self.state = Progress.WAITING
@@ -144,6 +154,7 @@ class Sequence:
     def advance(self, step: int, end: int) -> bool:
         """A step computes its tokens up to ``end``; whether it samples the next one."""
         self.last_step = step
+        self.is_late = False
         self.num_computed = end
         self.is_awaiting = samples = end == self.num_tokens
         return samples
@@ -151,6 +162,10 @@ class Sequence:
     def ignore_token(self) -> None:
         """The token that a step samples for it is not wanted."""
         self.is_awaiting = False
+
+    def wait_on(self) -> None:
+        """The token that a step was to sample for it is late."""
+        self.is_awaiting, self.is_late = False, True
 
     def append_token(
         self,

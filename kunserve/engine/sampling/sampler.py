@@ -20,11 +20,11 @@ import torch
 
 from kunserve.core.ids import RequestId
 from kunserve.core.request import SamplingParams, TokenLogprobs
-from kunserve.core.step import SampledToken, SequenceStart
+from kunserve.core.step import LATE, SampledToken, SequenceStart
 from kunserve.engine.cpu.kernels.ops import largest
 from kunserve.engine.sampling.distribution import Row, draw, token_logprobs
 from kunserve.engine.sampling.history import TokenHistory
-from kunserve.engine.sampling.structured.forms import Form, Forms
+from kunserve.engine.sampling.structured.forms import Form, Forms, MaskLate
 from kunserve.engine.sampling.structured.grammar import FormError
 from kunserve.engine.sampling.token_bans import TokenBans
 
@@ -105,7 +105,9 @@ class Sampler:
 
     def forget(self, request_id: RequestId) -> None:
         """The request ended; unknown ones are no mistake."""
-        self._states.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None and state.form is not None:
+            state.form.close()
         self._take_largest.discard(request_id)
 
     def is_brief(self, request_ids: Iterable[RequestId]) -> bool:
@@ -118,7 +120,8 @@ class Sampler:
         """One token for each row of ``logits`` [n, vocab] float32, which is overwritten.
 
         ``positions`` are the tokens' indices among their request's output. The token is None
-        where the row has a NaN or no finite maximum, or where sampling it fails.
+        where the row has a NaN or no finite maximum, or where sampling it fails; ``LATE`` where
+        its form does not say in time what may come.
         """
         return self.sample_found(logits, request_ids, positions, *largest(logits))
 
@@ -258,6 +261,8 @@ def sample_row(
         return SampledToken(request_id, None, None)  # ``start`` has told why
     try:
         chosen = None if row is None else _choose(row, state, position)
+    except MaskLate:
+        return SampledToken(request_id, LATE, None)
     except FormError as error:
         logger.error("no token fits the form, request=%s ends: %s", request_id, error)
         return SampledToken(request_id, None, None)

@@ -19,7 +19,7 @@ from kunserve.control.instance.body import StepWork
 from kunserve.core.ids import GroupId, InstanceId, RequestId
 from kunserve.core.layout import GroupLayout, LayerRange, Stage
 from kunserve.core.plan import SwapPlan
-from kunserve.core.request import SamplingParams
+from kunserve.core.request import SamplingParams, StructuredOutput
 from kunserve_lab.world.actions import CompletePull
 from tests.examples import examples
 from tests.fake_cluster import FakeCluster
@@ -29,6 +29,8 @@ MAX_BLAMED = 3
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine
 
+FORM = StructuredOutput("regex", ".*")
+"""Fake bodies give every third token of such a request late."""
 SWAPS = (
     None,
     SwapPlan(1e4),
@@ -72,6 +74,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         penalty=st.sampled_from([0.0, 0.0, 1.0]),
         scores=st.sampled_from([None, 1]),
+        form=st.sampled_from([None, None, FORM]),
         count=st.integers(1, 6),
         num_common=st.sampled_from([0, 12, 13, 40]),
         salt=st.sampled_from(["", "", "a"]),
@@ -84,6 +87,7 @@ class TransitionsMachine(RuleBasedStateMachine):
         seed: int,
         penalty: float,
         scores: int | None,
+        form: StructuredOutput | None,
         count: int,
         num_common: int,
         salt: str,
@@ -97,6 +101,7 @@ class TransitionsMachine(RuleBasedStateMachine):
             seed=seed,
             frequency_penalty=penalty,
             num_prompt_logprobs=scores,
+            structured=form,
         )
         for _ in range(count):
             if len(cluster.accounts) < MAX_REQUESTS:

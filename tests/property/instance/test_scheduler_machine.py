@@ -17,12 +17,14 @@ from kunserve.core.config import (
 from kunserve.core.cost import CostCoefficients
 from kunserve.core.ids import GroupId, PrefixId, RequestId, StepId
 from kunserve.core.plan import Measured, SwapPlan
-from kunserve.core.request import FinishReason, Request, SamplingParams
-from kunserve.core.step import SampledToken, StepPlan, StepResult
+from kunserve.core.request import FinishReason, Request, SamplingParams, StructuredOutput
+from kunserve.core.step import LATE, SampledToken, StepPlan, StepResult
 from kunserve.core.tokens import TokenIds
 from kunserve.policy.batch.relief import NO_HOST, HostLink
 from tests.examples import examples
 
+FORM = StructuredOutput("regex", ".*")
+"""Of requests whose tokens may be late. What the form allows is nothing to a scheduler."""
 BLOCK = 4
 EOS = 0
 GONE = -1
@@ -77,6 +79,8 @@ class Stages:
         """Of those that are copied out: what the next plan finds."""
         self.guessed: dict[RequestId, int] = {}
         """Tokens at the end of ``kv`` that may be wrong."""
+        self.late: set[RequestId] = set()
+        """Whose last token is to be computed again."""
 
     def forget_wrong(self, request_id: RequestId, num_computed: int) -> None:
         """So many tokens are known to be right; guesses take no block of their own."""
@@ -96,6 +100,7 @@ class Stages:
         for request_id in plan.released:
             del self.kv[request_id]
             self.guessed.pop(request_id, None)
+            self.late.discard(request_id)
             self.host.pop(request_id, None)
             self.started.discard(request_id)
             self.shared.pop(request_id, None)
@@ -139,7 +144,8 @@ class Stages:
         used = sum(len(blocks) for blocks in self.host.values())
         assert self.host_blocks is None or used <= self.host_blocks, "host memory is full"
 
-    def run(self, plan: StepPlan, tokens: list[int]) -> StepResult:
+    def run(self, plan: StepPlan, tokens: list[int], held_back: set[RequestId]) -> StepResult:
+        """Whose tokens are ``held_back`` have none if one is sampled."""
         self.shared |= self.next_shared
         self.next_shared = {}
         self.obey_cache(plan)
@@ -152,11 +158,18 @@ class Stages:
         for request_id, start_at, count, num_sampled in plan.chunks:
             assert request_id in self.started and count > 0
             kv = self.kv[request_id]
+            if request_id in self.late:
+                assert count == 1, "nothing but its last token is computed again"
+                self.late.remove(request_id)
+                kv.pop()
             self.forget_wrong(request_id, start_at)
             assert GONE not in kv, "KV that is in host memory"
             for token in tokens[position : position + count]:
                 kv.append(token)
-                if start_at + count - len(kv) < num_sampled:
+                if request_id in held_back and len(kv) == start_at + count and num_sampled:
+                    sampled.append(SampledToken(request_id, LATE, None))
+                    self.late.add(request_id)
+                elif start_at + count - len(kv) < num_sampled:
                     sampled.append(SampledToken(request_id, token_of(kv), None))
             if num_sampled > 1:
                 self.guessed[request_id] = num_sampled - 1
@@ -227,6 +240,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.exchanged_blocks = 0
         """Of all prefixes that the exchange under way brings."""
         self.salts: dict[RequestId, str] = {}
+        self.num_held_back = 0
+        """Steps from now on in which tokens are late."""
         self.form(stages, capacity, 0)
 
     def form(self, num_stages: int, capacity: int, group: int) -> None:
@@ -260,6 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         min_tokens=st.integers(0, 3),
         penalty=st.sampled_from([0.0, 0.5]),
+        has_form=st.sampled_from([False, False, True]),
         priority=st.sampled_from([0, 0, -1, 3]),
     )
     def arrive(
@@ -272,6 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         min_tokens: int,
         penalty: float,
+        has_form: bool,
         priority: int,
     ) -> None:
         request = Request(
@@ -279,10 +296,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             TokenIds((*beginning, *prompt)[:14]),
             SamplingParams(
                 max_tokens,
-                ignore_eos=ignore_eos,
-                min_tokens=min(min_tokens, max_tokens),
+                ignore_eos=ignore_eos and not has_form,
+                min_tokens=0 if has_form else min(min_tokens, max_tokens),
                 stop_token_ids=(3,),
                 presence_penalty=penalty,
+                structured=FORM if has_form else None,
             ),
             self.now_s - (5.0 if early else 0.0),
             cache_salt=salt,
@@ -326,7 +344,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_due = self.scheduler.num_in_flight > 0 and self.scheduler.feeds_on is None
         plan = self.scheduler.schedule_ahead(
             self.now_s,
-            lambda sampling: not (keeps_apart and sampling.presence_penalty),
+            lambda sampling: (
+                sampling.structured is None and not (keeps_apart and sampling.presence_penalty)
+            ),
         )
         if plan is None:
             return
@@ -358,7 +378,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if feeds_on is not None:
             sampled = self.sampled[feeds_on]
             tokens = [sampled[-1 - token] if token < 0 else token for token in tokens]
-        result = self.stages.run(plan, tokens)
+        held_back: set[RequestId] = set()
+        if self.num_held_back:
+            self.num_held_back -= 1
+            held_back = {i for i, one in self.requests.items() if one.sampling.structured}
+        result = self.stages.run(plan, tokens, held_back)
         self.sampled[plan.step_id] = [token.token_id for token in result.tokens]
         self.results.append(result)
 
@@ -381,6 +405,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                     or len(tokens) == request.sampling.max_tokens
                     or (len(tokens) + len(request.prompt_token_ids) == self.max_model_len)
                 )
+
+    @rule(count=st.integers(1, 6))
+    def hold_back(self, count: int) -> None:
+        """In so many steps nobody knows what a form allows."""
+        self.num_held_back = count
 
     @rule(count=st.integers(1, 12), runs_ahead=st.booleans())
     def go_on(self, count: int, runs_ahead: bool) -> None:
@@ -438,6 +467,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 old_stages.forget_wrong(request_id, state.num_computed)
                 assert state.num_blocks == -(-state.num_computed // BLOCK)
                 self.stages.kv[request_id] = kv[request_id]
+                self.stages.late |= old_stages.late & {request_id}
                 if state.shared:
                     self.stages.shared[request_id] = list(state.shared)
         self.stalled = set(sorted(self.stages.kv)[::stall_every])

@@ -1,18 +1,17 @@
-"""Which tokens the form of each request allows next, computed in a thread beside the steps.
+"""Which tokens the form of each request allows next, computed in threads beside the steps.
 
 The library lets go of the interpreter while it works, and so do the kernels of a step. So a mask
-is there, as a rule, before the logits are.
+is there, as a rule, before the logits are. A step goes on without one that is not.
 """
 
 import contextlib
 import functools
+import threading
 import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +20,16 @@ from llguidance import LLMatcher, LLTokenizer
 from kunserve.core.request import ReasoningMarks, StructuredOutput
 from kunserve.core.tokens import TYPE_CODE
 from kunserve.engine.sampling.structured.grammar import FormError, check, compile_form
+from kunserve.engine.sampling.structured.mask_threads import Job, MaskThreads
 
 MAX_COMPILED = 16
 """Forms that are kept compiled when no request has them."""
+MOST_HOLD_S = 0.01
+"""A step waits for masks for so long, all of them together. Who has none then is computed again by
+a later step."""
 MAX_WAIT_S = 10.0
-"""A mask that takes longer ends its request. The library's own limits let none take a second."""
-MOST_STEP_S = 2.0
-"""Processor time of all outputs of one form in one step. Each may be within the library's limits,
-but a call may ask for 128, and all who have a form wait for each of them."""
-
-_HELD_UP = "another form has held up this one"
+"""A mask that takes longer ends its request, whether its own form is slow or 128 outputs of it
+are. The library's own limits let no mask take a second."""
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _MASK_OF_BYTE = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
@@ -38,11 +37,8 @@ _MASK_OF_BYTE = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
 is twenty times as fast as choosing in it."""
 
 
-class Job(NamedTuple):
-    """What a thread was asked to do."""
-
-    future: Future[None]
-    thread: ThreadPoolExecutor
+class MaskLate(Exception):
+    """Which tokens may come is not known in time. Nothing is lost: a later step asks again."""
 
 
 class _Reasoning:
@@ -87,7 +83,8 @@ class Form:
         self._words = np.zeros(0, dtype=np.uint32)
         self._mask = np.zeros(0, dtype=np.float32)
         self._error: FormError | None = None
-        self.job = forms.submit(functools.partial(self._begin, list(token_ids)))
+        begin = functools.partial(self._begin, list(token_ids))
+        self._job = forms.submit(self._structured, begin)
         """What the next mask comes from."""
         self.is_complete = False
         """Whether nothing may follow but the end. Known once ``mask`` has been called."""
@@ -95,10 +92,10 @@ class Form:
     def mask(self) -> npt.NDArray[np.float32]:
         """[vocab] to be added to logits: 0 for what may come next, else minus infinity.
 
-        Raises FormError.
+        Raises FormError, or MaskLate.
         """
         self._forms.tell()
-        self._forms.wait_for(self.job)
+        self._forms.wait_for(self._job)
         if self._error is not None:
             raise self._error
         return self._mask
@@ -108,18 +105,27 @@ class Form:
         self._forms.chosen.append((self, token_id))
 
     def _begin(self, token_ids: list[int]) -> None:
-        with self._keeping_errors(), self._forms.charging(self._structured):
+        with self._keeping_errors():
             self._shared = self._forms.find(self._structured)
             self._matcher = self._shared.deep_copy()
             self._go_on(token_ids)
 
-    def advance(self, token_id: int) -> None:
-        """In the thread: take the token."""
-        with self._keeping_errors(), self._forms.charging(self._structured):
+    def go_on_behind(self, token_id: int) -> None:
+        """Have the mask behind this token computed. Returns at once."""
+        run = functools.partial(self._advance, token_id)
+        self._job = self._forms.submit(self._structured, run)
+
+    def close(self) -> None:
+        """Nobody wants another mask."""
+        self._job.is_void = True
+
+    def _advance(self, token_id: int) -> None:
+        """In a thread: take the token."""
+        with self._keeping_errors():
             self._go_on([token_id])
 
     def _go_on(self, token_ids: Sequence[int]) -> None:
-        """In the thread: take the tokens, and see what may come next."""
+        """In a thread: take the tokens, and see what may come next."""
         of_form = [token_id for token_id in token_ids if not self._reasoning.takes(token_id)]
         if self._shared is None:
             self._take(of_form)
@@ -160,7 +166,7 @@ class Form:
             self._error = error
 
     def _look(self) -> None:
-        """In the thread: see what may come next."""
+        """In a thread: see what may come next."""
         matcher, num_tokens = self._matcher, self._forms.vocabulary.vocab_size
         assert matcher is not None
         if self._reasoning.is_open:
@@ -190,21 +196,20 @@ def _as_form_error() -> Iterator[None]:
 
 
 class Forms:
-    """One instance's: the vocabulary, forms that are compiled, and the thread."""
+    """One instance's: the vocabulary, forms that are compiled, and the threads."""
 
     def __init__(self, open_vocabulary: Callable[[], LLTokenizer]) -> None:
-        """``open_vocabulary`` is called in the thread when the first form is started."""
+        """``open_vocabulary`` is called in a thread when the first form is started."""
         self._open_vocabulary = open_vocabulary
         self._vocabulary: LLTokenizer | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads = MaskThreads()
         self.chosen: list[tuple[Form, int]] = []
-        """Tokens that the thread is yet to be told of."""
+        """Tokens that the threads are yet to be told of."""
+        self._lock = threading.Lock()
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
-        """Least recently used first. Only the thread looks at it."""
-        self._step_s: dict[StructuredOutput, float] = {}
-        """Of this step's jobs: the processor time that each form has taken."""
-        self._spent_s = self._step_s
-        """Of the step whose job the thread is at. Only the thread looks at it."""
+        """Least recently used first. Under the lock."""
+        self._held_until_s: float | None = None
+        """By when this step waits for no mask any more; None before it waits."""
 
     @functools.cached_property
     def no_mask(self) -> npt.NDArray[np.float32]:
@@ -220,7 +225,8 @@ class Forms:
 
     def prepare(self, structured: StructuredOutput) -> None:
         """Compile it, if that has not been done. Returns at once."""
-        self.submit(lambda: self._warm(structured))
+        form = replace(structured, after=None)
+        self.submit(form, lambda: self._warm(form))
 
     def start(self, structured: StructuredOutput, output_token_ids: Sequence[int]) -> Form:
         """A request that has produced these tokens so far. Returns at once."""
@@ -229,98 +235,68 @@ class Forms:
     def flush(self) -> None:
         """All rows of a step are sampled: ``tell``. Before, it would only compete with that."""
         self.tell()
-        self._step_s = {}
+        self._held_until_s = None
 
     def tell(self) -> None:
-        """Have the thread take the tokens that were chosen and compute the masks behind them."""
-        if not self.chosen:
-            return
+        """Have the threads take the tokens that were chosen and compute the masks behind them."""
         chosen, self.chosen = self.chosen, []
+        for form, token_id in chosen:
+            form.go_on_behind(token_id)
 
-        def advance() -> None:
-            for form, token_id in chosen:
-                form.advance(token_id)
-
-        job = self.submit(advance)
-        for form, _ in chosen:
-            form.job = job
-
-    def submit(self, job: Callable[[], None]) -> Job:
-        """Have the thread do it, after all that it was asked before."""
-        step_s = self._step_s
-
-        def charged() -> None:
-            self._spent_s = step_s
-            job()
-
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="forms")
-        return Job(self._thread.submit(charged), self._thread)
+    def submit(self, structured: StructuredOutput, run: Callable[[], None]) -> Job:
+        """Have a thread do it for an output of the form. ``run`` raises nothing."""
+        return self._threads.submit(structured, run)
 
     def wait_for(self, job: Job) -> None:
-        """Until it is done. Raises FormError if that takes too long.
-
-        What holds up the thread is waited for once, however many forms are behind it.
+        """Until it is done, for as long as a step waits. Raises MaskLate; FormError if it has taken
+        too long, or will never be done.
         """
-        if job.thread is not self._thread and not job.future.done():
-            raise FormError(_HELD_UP)
-        try:
-            job.future.result(MAX_WAIT_S)
-        except TimeoutError:
-            self._give_up()
-            raise FormError(f"no mask within {MAX_WAIT_S:g} s") from None
-        except CancelledError:
-            raise FormError(_HELD_UP) from None
-
-    def _give_up(self) -> None:
-        """Leave the thread to what holds it up; what waits for it ends, what comes gets another.
-
-        Kept forms are left, too: what holds it up may have one of their lexers locked.
-        """
-        self.close()
-        self._thread, self._compiled = None, OrderedDict()
+        if job.done.is_set():
+            return
+        now_s = time.monotonic()
+        if self._held_until_s is None:
+            self._held_until_s = now_s + MOST_HOLD_S
+        if not job.is_void and job.done.wait(max(0.0, self._held_until_s - now_s)):
+            return
+        if job.is_void:
+            raise FormError("another output of this form takes too long")
+        if job.age_s <= MAX_WAIT_S:
+            raise MaskLate
+        job.is_void = True
+        stuck = self._threads.give_up(MAX_WAIT_S)
+        with self._lock:
+            for structured in stuck:  # its lexer may be locked for ever
+                self._compiled.pop(structured, None)
+        raise FormError(f"no mask within {MAX_WAIT_S:g} s")
 
     def close(self) -> None:
-        """Let the thread go."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        """Let the threads go."""
+        self._threads.close()
 
     def find(self, structured: StructuredOutput) -> LLMatcher:
-        """In the thread: the form at its beginning, kept. Its copies share its lexer.
+        """In a thread: the form at its beginning, kept. Its copies share its lexer.
 
         So what one of them has found the others know, and the lexer's limits are of them all.
         """
-        compiled = self._compiled.pop(structured, None)
-        if compiled is None:
-            compiled = compile_form(self.vocabulary, structured)
-        self._compiled[structured] = compiled
-        if len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
+        with self._lock:
+            compiled = self._compiled.get(structured)
+            if compiled is not None:
+                self._compiled.move_to_end(structured)
+                return compiled
+        compiled = compile_form(self.vocabulary, structured)
+        with self._lock:
+            self._compiled[structured] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
         return compiled
 
-    @contextlib.contextmanager
-    def charging(self, structured: StructuredOutput) -> Iterator[None]:
-        """In the thread: work for one of the form's outputs. Raises FormError if the others have
-        taken all the time that the form has in a step.
-        """
-        spent_s = self._spent_s
-        if spent_s.get(structured, 0.0) > MOST_STEP_S:
-            raise FormError(
-                f"the outputs of this form together take over {MOST_STEP_S:g} s for a token"
-            )
-        began_s = time.thread_time()
-        try:
-            yield
-        finally:
-            took_s = time.thread_time() - began_s
-            spent_s[structured] = spent_s.get(structured, 0.0) + took_s
-
     def drop(self, structured: StructuredOutput, compiled: LLMatcher) -> None:
-        """In the thread: keep this one no longer, because its lexer may be spent."""
-        if self._compiled.get(structured) is compiled:
-            self._compiled.pop(structured, None)
+        """In a thread: keep this one no longer, because its lexer may be spent."""
+        with self._lock:
+            if self._compiled.get(structured) is compiled:
+                self._compiled.pop(structured, None)
 
     def _warm(self, structured: StructuredOutput) -> None:
         # Whoever starts it will meet the error again.
         with contextlib.suppress(FormError), _as_form_error():
-            self.find(replace(structured, after=None)).compute_bitmask()
+            self.find(structured).compute_bitmask()

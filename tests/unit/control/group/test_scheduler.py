@@ -13,7 +13,7 @@ from kunserve.core.ids import GroupId, RequestId
 from kunserve.core.messages import SequenceState, TokenOutput
 from kunserve.core.plan import Measured
 from kunserve.core.request import FinishReason, Request, SamplingParams
-from kunserve.core.step import SampledToken, StepPlan, StepResult
+from kunserve.core.step import LATE, SampledToken, StepPlan, StepResult
 from kunserve.policy.batch.batch_form import (
     FormationView,
     Microbatch,
@@ -52,8 +52,14 @@ def chunks(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
     return [tuple(chunk) for chunk in plan.chunks]  # type: ignore[misc]
 
 
-def finish(scheduler: Scheduler, plan: StepPlan, token: int = 7) -> list[TokenOutput]:
-    tokens = tuple(SampledToken(c.request_id, token, None) for c in plan.chunks if c.samples)
+def finish(
+    scheduler: Scheduler, plan: StepPlan, token: int = 7, late: tuple[str, ...] = ()
+) -> list[TokenOutput]:
+    tokens = tuple(
+        SampledToken(c.request_id, LATE if c.request_id in late else token, None)
+        for c in plan.chunks
+        if c.samples
+    )
     outputs = scheduler.complete(StepResult(GROUP, plan.step_id, tokens), 1.0)
     scheduler.check()
     return outputs
@@ -205,6 +211,26 @@ def test_the_latest_arrival_is_preempted_and_keeps_its_place_and_output() -> Non
     assert plan.started[0].token_ids == (100, 101, 102, 103, 7), "history for its penalty"
     outputs += finish(scheduler, plan) + drive(scheduler)
     assert [o.position for o in outputs if o.request_id == "b"] == [1, 2, 3]
+
+
+def test_a_late_token_is_asked_for_again_by_who_keeps_its_kv_and_who_loses_it() -> None:
+    scheduler, plan = preempting(max_tokens=8)
+    finish(scheduler, plan)
+    scheduler.set_capacity(4)
+    for position, late in zip((4, 4, 5, 5), (("b",), (), ("b",), ("b",)), strict=True):
+        plan = plan_of(scheduler)
+        assert ("b", position, 1, True) in chunks(plan)
+        told = [o.position for o in finish(scheduler, plan, late=late) if o.request_id == "b"]
+        assert told == ([] if late else [1])
+    plan = plan_of(scheduler)
+    assert scheduler.drain_preemptions() == [("b", 6)] and plan.released == ("b",)
+    assert chunks(plan) == [("a", 8, 1, True)]
+    outputs = finish(scheduler, plan)
+    while not (plan := plan_of(scheduler)).started:
+        outputs += finish(scheduler, plan)
+    assert chunks(plan)[0] == ("b", 0, 6, True), "all is recomputed"
+    outputs += finish(scheduler, plan) + drive(scheduler)
+    assert [o.position for o in outputs if o.request_id == "b"] == [2, 3, 4, 5, 6, 7]
 
 
 def test_growth_waits_when_preemption_is_not_allowed() -> None:

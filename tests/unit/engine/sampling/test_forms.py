@@ -1,5 +1,6 @@
 """Structured outputs in the sampler: tokens stay in the form, whatever else a request wishes."""
 
+import contextlib
 import json
 import re
 import threading
@@ -23,12 +24,12 @@ from kunserve.core.request import (
     SamplingParams,
     StructuredOutput,
 )
-from kunserve.core.step import SequenceStart
+from kunserve.core.step import LATE, SequenceStart
 from kunserve.core.tokens import TokenIds
 from kunserve.engine.sampling.sampler import Sampler, takes_largest
 from kunserve.engine.sampling.structured import forms as forms_module
 from kunserve.engine.sampling.structured import grammar
-from kunserve.engine.sampling.structured.forms import Forms
+from kunserve.engine.sampling.structured.forms import Form, Forms, MaskLate
 from kunserve.engine.sampling.structured.grammar import FormError, compile_form
 from kunserve.engine.sampling.structured.vocabulary import open_vocabulary
 from kunserve_extras.torch_body.sampler import TorchSampler
@@ -80,6 +81,26 @@ def start(sampling: SamplingParams, output: Sequence[int] = ()) -> SequenceStart
     return SequenceStart(RequestId("r"), sampling, 3, TokenIds([5, 6, 7, *output]))
 
 
+def sample_all(
+    sampler: Sampler, logits: np.ndarray, names: Sequence[RequestId], positions: Sequence[int]
+) -> list[int | None]:
+    """The tokens of rows [n, vocab], as steps give them: who is late is asked for again."""
+    tokens: list[int | None] = [LATE] * len(names)
+    while late := [i for i, token in enumerate(tokens) if token == LATE]:
+        some = torch.from_numpy(logits[late].copy())
+        found = sampler.sample(some, [names[i] for i in late], [positions[i] for i in late])
+        for i, token in zip(late, found, strict=True):
+            tokens[i] = token.token_id
+    return tokens
+
+
+def mask_of(form: Form) -> np.ndarray:
+    """The mask, once it is there."""
+    while True:
+        with contextlib.suppress(MaskLate):
+            return form.mask()
+
+
 def generate(
     sampler: Sampler, sampling: SamplingParams, seed: int, restarts: Sequence[int] = ()
 ) -> tuple[list[int], FinishReason | None]:
@@ -90,9 +111,8 @@ def generate(
     for position in range(sampling.max_tokens):
         if position in restarts:
             sampler.start(start(sampling, sequence.output_token_ids))
-        logits = torch.from_numpy(rows(seed, position))
-        (token,) = sampler.sample(logits, [RequestId("r")], [position])
-        told = sequence.append_token(token.token_id, None, 10_000, 0.0)
+        (token,) = sample_all(sampler, rows(seed, position), [RequestId("r")], [position])
+        told = sequence.append_token(token, None, 10_000, 0.0)
         if told.finish_reason is not None:
             return sequence.output_token_ids, told.finish_reason
     raise AssertionError("not ended")
@@ -239,106 +259,121 @@ def test_a_form_without_a_token_left_ends_its_request_alone(
     }
     for name, sampling in many.items():
         sampler.start(SequenceStart(RequestId(name), sampling, 1, TokenIds([5])))
-    logits = torch.from_numpy(np.repeat(rows(1, 0), len(many), axis=0))
-    tokens = sampler.sample(logits, [RequestId(name) for name in many], [0] * len(many))
-    assert [token.token_id is None for token in tokens] == [True, True, False, False]
+    logits = np.repeat(rows(1, 0), len(many), axis=0)
+    tokens = sample_all(sampler, logits, [RequestId(name) for name in many], [0] * len(many))
+    assert [token is None for token in tokens] == [True, True, False, False]
     assert "request=broken ends" in caplog.text and "request=excluded ends" in caplog.text
 
 
 def test_history_that_leaves_the_form_ends_the_request(forms: Forms) -> None:
     sampler = Sampler([EOS], VOCAB, forms)
     sampler.start(start(SamplingParams(9, structured=FORMS["regex"]), output=[EOS + 1]))
-    (token,) = sampler.sample(torch.zeros(1, VOCAB), [RequestId("r")], [1])
-    assert token.token_id is None
+    logits = np.zeros((1, VOCAB), np.float32)
+    assert sample_all(sampler, logits, [RequestId("r")], [1]) == [None]
 
 
-def test_a_mask_that_does_not_come_ends_what_waits_for_it_and_no_more(
+OTHER = FORMS["choice"]
+
+
+def held(forms: Forms, form: StructuredOutput) -> threading.Event:
+    """Until it is set, the thread that has the form's jobs is at one of them."""
+    gate = threading.Event()
+    forms.submit(form, lambda: gate.wait(60) and None)
+    return gate
+
+
+def begun(sampler: Sampler, wanted: dict[str, StructuredOutput]) -> list[RequestId]:
+    """Requests that have these forms."""
+    names = [RequestId(name) for name in wanted]
+    for name, form in zip(names, wanted.values(), strict=True):
+        sampling = SamplingParams(9, temperature=0.0, structured=form)
+        sampler.start(SequenceStart(name, sampling, 1, TokenIds([5])))
+    return names
+
+
+def make_known(forms: Forms, form: StructuredOutput) -> None:
+    """Outputs of the form have been quick, and what compiling it took is forgotten."""
+    for _ in range(12):
+        mask_of(forms.start(form, ()))
+
+
+def test_a_slow_form_holds_up_nobody_else(vocabulary: LLTokenizer) -> None:
+    """Its row has no token yet; a later step asks again. Nor is a plain request held up."""
+    forms = Forms(lambda: vocabulary)
+    make_known(forms, OTHER)
+    gate = held(forms, FORMS["regex"])
+    sampler = Sampler([EOS], VOCAB, forms)
+    names = begun(sampler, {"slow": FORMS["regex"], "other": OTHER})
+    sampler.start(SequenceStart(RequestId("plain"), SamplingParams(9), 1, TokenIds([5])))
+    names.append(RequestId("plain"))
+    for _ in range(3):
+        sampled = sample_all(sampler, np.zeros((2, VOCAB), np.float32), names[1:], [0, 0])
+        assert None not in sampled and LATE not in sampled
+        (late,) = sampler.sample(torch.zeros(1, VOCAB), names[:1], [0])
+        assert late.token_id == LATE
+        begun(sampler, {"other": OTHER})
+    gate.set()
+    assert sample_all(sampler, np.zeros((1, VOCAB), np.float32), names[:1], [0])[0] > 0
+    forms.close()
+
+
+def test_a_step_waits_once_for_all_that_is_late(
     vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forms, gate = Forms(lambda: vocabulary), threading.Event()
-    sampler, names = Sampler([EOS], VOCAB, forms), [RequestId("r"), RequestId("behind")]
-    forms.submit(lambda: gate.wait(60) and None)
-    monkeypatch.setattr(forms_module, "MAX_WAIT_S", 0.01)
-    for name in names:
-        sampling = SamplingParams(9, structured=FORMS["regex"])
-        sampler.start(SequenceStart(name, sampling, 1, TokenIds([5])))
-    tokens = sampler.sample(torch.zeros(2, VOCAB), names, [0, 0])
-    assert [token.token_id for token in tokens] == [None, None]
-    monkeypatch.undo()
-    sampler.start(start(SamplingParams(9, structured=FORMS["regex"])))
-    (token,) = sampler.sample(torch.zeros(1, VOCAB), names[:1], [0])
-    assert token.token_id is not None
+    forms, waits = Forms(lambda: vocabulary), []
+    gate = held(forms, FORMS["regex"])
+    sampler = Sampler([EOS], VOCAB, forms)
+    names = begun(sampler, {str(number): FORMS["regex"] for number in range(4)})
+    plain = threading.Event.wait
+
+    def counting(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            waits.append(timeout)
+        return plain(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", counting)
+    monkeypatch.setattr(forms_module, "MOST_HOLD_S", 0.05)
+    for _ in range(2):  # each step has time of its own
+        waits.clear()
+        sampled = sampler.sample(torch.zeros(4, VOCAB), names, [0] * 4)
+        assert [token.token_id for token in sampled] == [LATE] * 4
+        assert waits[0] == pytest.approx(0.05, abs=0.001) and sum(waits[1:]) < 0.01
     gate.set()
     forms.close()
 
 
-def test_a_step_waits_once_for_what_holds_up_all_its_forms(
+def test_a_mask_that_never_comes_ends_its_form_and_no_other(
     vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forms, gate = Forms(lambda: vocabulary), threading.Event()
-    sampler, names = Sampler([EOS], VOCAB, forms), [RequestId(str(i)) for i in range(4)]
-    for name in names:
-        sampler.start(
-            SequenceStart(name, SamplingParams(9, structured=FORMS["regex"]), 1, TokenIds([5]))
-        )
-    monkeypatch.setattr(forms_module.Form, "advance", lambda form, token_id: gate.wait(60))
-    first = sampler.sample(torch.zeros(4, VOCAB), names, [0] * 4)
-    assert all(token.token_id is not None for token in first)
-    monkeypatch.setattr(forms_module, "MAX_WAIT_S", 0.05)
-    second = sampler.sample(torch.zeros(4, VOCAB), names, [1] * 4)
-    assert [token.token_id for token in second] == [None] * 4
-    assert caplog.text.count("no mask within") == 1 and caplog.text.count("held up") == 3
+    """What waits for the stuck thread with another form goes on in a new one."""
+    forms = Forms(lambda: vocabulary)
+    gate = held(forms, FORMS["regex"])
+    sampler = Sampler([EOS], VOCAB, forms)
+    names = begun(sampler, {"stuck": FORMS["regex"], "same": FORMS["regex"], "behind": OTHER})
+    monkeypatch.setattr(forms_module, "MAX_WAIT_S", 0.001)
+    stuck, same = sampler.sample(torch.zeros(2, VOCAB), names[:2], [0, 0])
+    assert (stuck.token_id, same.token_id) == (None, None)
+    assert "no mask within" in caplog.text and "another output of this form" in caplog.text
+    monkeypatch.undo()
+    assert sample_all(sampler, np.zeros((1, VOCAB), np.float32), names[2:], [0])[0] > 0
+    begun(sampler, {"stuck": FORMS["regex"]})
+    assert sample_all(sampler, np.zeros((1, VOCAB), np.float32), names[:1], [0])[0] > 0
     gate.set()
     forms.close()
 
 
-def test_a_form_of_many_outputs_holds_up_a_step_only_for_so_long(
-    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And whoever has another form does not pay for it. Each step has time of its own."""
-    forms = Forms(lambda: vocabulary)
-    many, other = [forms.start(FORMS["regex"], ()) for _ in range(4)], forms.start(MANY_STATES, ())
-    everybody = [*many, other]
-    monkeypatch.setattr(forms_module, "MOST_STEP_S", 1e9)
-    first = {form: int(np.flatnonzero(form.mask() == 0)[0]) for form in everybody}
-    forms.flush()
-    monkeypatch.setattr(forms_module, "MOST_STEP_S", 0.0)
-    for form in (many[0], other):  # as a step does: the next row's mask tells of the row before
-        form.append(first[form])
-        assert np.isfinite(form.mask()).any(), "the first of its form"
-    many[1].append(first[many[1]])
-    with pytest.raises(FormError, match="outputs of this form together"):
-        many[1].mask()
-    late = [forms.start(FORMS["choice"], ()) for _ in range(2)]
-    assert np.isfinite(late[0].mask()).any()
-    with pytest.raises(FormError, match="outputs of this form together"):
-        late[1].mask()
-    forms.flush()
-    many[2].append(first[many[2]])
-    assert np.isfinite(many[2].mask()).any(), "another step"
-    forms.close()
-
-
-def test_who_has_waited_in_vain_leaves_the_next_thread_alone(
-    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forms, gates = Forms(lambda: vocabulary), (threading.Event(), threading.Event())
-    first, second = [forms.start(FORMS["regex"], ()) for _ in range(2)]
-    assert np.array_equal(first.mask(), second.mask())
-    first.append(70)
-    second.append(70)
-    monkeypatch.setattr(forms_module.Form, "advance", lambda form, token_id: gates[0].wait(60))
-    monkeypatch.setattr(forms_module, "MAX_WAIT_S", 0.05)
-    with pytest.raises(FormError, match="no mask within"):
-        first.mask()
-    monkeypatch.undo()
-    forms.submit(lambda: gates[1].wait(60) and None)
-    behind = forms.start(FORMS["regex"], ())
-    with pytest.raises(FormError, match="held up"):
-        second.mask()
-    gates[1].set()
-    assert np.isfinite(behind.mask()).any()
-    gates[0].set()
+def test_who_has_gone_costs_nothing_more(vocabulary: LLTokenizer) -> None:
+    forms, asked = Forms(lambda: vocabulary), []
+    gate = held(forms, FORMS["regex"])
+    sampler = Sampler([EOS], VOCAB, forms)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forms_module, "compile_form", lambda *args: asked.append(args[1]))
+        names = begun(sampler, {"gone": FORMS["regex"]})
+        sampler.forget(names[0])
+        last = threading.Event()
+        forms.submit(FORMS["regex"], last.set)
+        gate.set()
+        assert last.wait(30) and not asked
     forms.close()
 
 
@@ -368,8 +403,7 @@ def test_a_form_outlives_the_states_that_its_requests_spend_together(
                 sampler.start(SequenceStart(name, sampling, 1, TokenIds([5])))
             for position in range(sampling.max_tokens):
                 logits = np.concatenate([rows(seed + i, position) for i in range(3)])
-                sampled = sampler.sample(torch.from_numpy(logits), names, [position] * 3)
-                outputs.append([token.token_id for token in sampled])
+                outputs.append(sample_all(sampler, logits, names, [position] * 3))
         forms.close()
         return outputs, compiled
 
@@ -389,7 +423,7 @@ def test_what_fails_with_a_lexer_of_its_own_fails(
     with pytest.raises(FormError, match="too many"):
         for position in range(200):
             form.append(max(A, B, key=lambda token: float(rows(1, position)[0, token])))
-            form.mask()
+            mask_of(form)
     forms.close()
 
 
@@ -406,7 +440,7 @@ def test_compiled_forms_are_kept_and_bounded(vocabulary: LLTokenizer) -> None:
         patch.setattr(forms_module, "compile_form", counting)
         for text in ("a", "b", "a", *map(str, range(forms_module.MAX_COMPILED)), "a"):
             forms.prepare(StructuredOutput("regex", text))
-            forms.start(StructuredOutput("regex", text), ()).mask()
+            mask_of(forms.start(StructuredOutput("regex", text), ()))
     assert compiled.count("a") == 2 and compiled.count("b") == compiled.count("3") == 1
     forms.close()
 
