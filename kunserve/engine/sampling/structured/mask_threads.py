@@ -22,6 +22,10 @@ _MOST_COSTS = 1024
 """Forms of which it is remembered."""
 
 
+def _nothing() -> None:
+    """Is done."""
+
+
 class _Cost:
     """What a form has cost so far."""
 
@@ -102,8 +106,8 @@ class MaskThreads:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._costs: OrderedDict[StructuredOutput, _Cost] = OrderedDict()
-        """Least recently asked for first."""
+        self._costs: OrderedDict[int, _Cost] = OrderedDict()
+        """By the forms' hashes, because forms are long. Least recently asked for first."""
         self._threads: dict[bool, _Thread] = {}
         """By whether it is the slow one."""
 
@@ -126,7 +130,7 @@ class MaskThreads:
                     continue
                 stuck.append(job.form)
                 del self._threads[is_slow]
-                self._costs.pop(job.form, None)
+                self._costs.pop(hash(job.form), None)
                 for other in thread.close():
                     if other.form == job.form:
                         other.is_void = True
@@ -152,12 +156,11 @@ class MaskThreads:
         thread.add(job.cost.total_s if is_slow else 0.0, job)
 
     def _cost_of(self, form: StructuredOutput) -> _Cost:
-        cost = self._costs.get(form)
-        if cost is None:
-            cost = self._costs[form] = _Cost()
-            if len(self._costs) > _MOST_COSTS:
-                self._costs.popitem(last=False)
-        self._costs.move_to_end(form)
+        name = hash(form)
+        cost = self._costs.pop(name, None) or _Cost()
+        self._costs[name] = cost
+        if len(self._costs) > _MOST_COSTS:
+            self._costs.popitem(last=False)
         return cost
 
     def _run(self, thread: _Thread, job: Job) -> None:
@@ -167,12 +170,13 @@ class MaskThreads:
             if not is_slow and cost.each_s > QUICK_S and not job.is_void:
                 self._add(job, is_slow=True)  # one before it has turned out to be slow
                 return
-        began_s = time.thread_time()
-        if not job.is_void:
+        began_s, is_wanted = time.thread_time(), not job.is_void
+        if is_wanted:
             job.run()
+        job.run = _nothing  # its output may be forgotten before the job is
         took_s = time.thread_time() - began_s
         with self._lock:
             cost.num_slow -= is_slow
-            if not job.is_void:
+            if is_wanted:
                 cost.took(took_s)
         job.done.set()
