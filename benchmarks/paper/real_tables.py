@@ -91,7 +91,7 @@ def rounds() -> list[Row]:
 
 def slow_rounds() -> list[Row]:
     """The same without AVX-512, and instances that share one copy of the weights."""
-    bursts = {"second": groups(SLOW_SECOND)[0.024], "first": groups(SLOW_FIRST)[0.024]}
+    bursts = {"second": groups(SLOW_SECOND)[0.032], "first": groups(SLOW_FIRST)[0.024]}
     return _rounds((*SHOWN, "shared"), **bursts)
 
 
