@@ -10,7 +10,7 @@ from kunserve.control.instance.body import Memory, StepOutcome, StepWork
 from kunserve.core.ids import GroupId, RequestId, StepId
 from kunserve.core.layout import LayerRange
 from kunserve.core.request import SamplingParams, TokenLogprobs
-from kunserve.core.step import Chunk, SampledToken, ScoreRun, SequenceStart, StepPlan
+from kunserve.core.step import LATE, Chunk, SampledToken, ScoreRun, SequenceStart, StepPlan
 from kunserve.engine.body import EngineBody
 
 GREEDY = SamplingParams(max_tokens=1000, temperature=0.0)
@@ -155,6 +155,9 @@ class DirectEngine:
                     if s.tokens[-1] != said:
                         break
                     s.num_computed += 1
+                if token.token_id == LATE:
+                    s.num_computed -= 1  # as a scheduler: a later step computes it again
+                    break
                 s.tokens.append(token.token_id)
                 s.sampled.append(token)
         assert next(rows, None) is None
