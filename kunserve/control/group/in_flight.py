@@ -134,7 +134,7 @@ class InFlight:
         chunks: list[Chunk] = []
         started: list[SequenceStart] = []
         for seq, num_tokens in chosen:
-            start = seq.num_computed - seq.is_late
+            start = seq.num_computed
             samples = start + num_tokens == seq.num_tokens + seq.is_awaiting
             chunks.append(Chunk(seq.request_id, start, num_tokens, int(samples)))
             if num_tokens > 1 or start < seq.num_prompt:

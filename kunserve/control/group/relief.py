@@ -271,7 +271,8 @@ class Holders:
                 if seq.num_tokens % self._blocks.block_size == 0:
                     blocks.append((seq.request_id, self._blocks.holding(seq.num_tokens + 1)))
             else:
-                (decodes if seq.decodes else prompts).append(seq)
+                is_decode = seq.num_computed >= seq.num_prompt and seq.num_left == 1
+                (decodes if is_decode else prompts).append(seq)
                 blocks.append((seq.request_id, self._blocks_to_run(seq)))
         if sum(max(0, n - self._ledger.blocks_of(i)) for i, n in blocks) > self._ledger.free_blocks:
             return _NOBODY

@@ -66,7 +66,8 @@ class Sequence:
     is_awaiting: bool = False
     """A sampling chunk is in flight: the next token is not known yet."""
     is_late: bool = False
-    """No token came for its last one, which is to be computed again: its KV is there."""
+    """No token came for its last one, which is to be computed again: its KV is there. Only with a
+    form, so that no step runs ahead meanwhile."""
     is_started: bool = False
     """The stages have been told of it, and not told since to release it."""
     began_s: float | None = None
@@ -91,12 +92,6 @@ class Sequence:
     def num_left(self) -> int:
         """Known tokens not computed yet."""
         return self.num_tokens - self.num_computed
-
-    @property
-    def decodes(self) -> bool:
-        """Whether a token of output is all that is to be computed, or the last known one again."""
-        is_newest = self.num_computed >= self.num_prompt and self.num_left == 1
-        return is_newest or self.is_late
 
     @property
     def has_scores_to_come(self) -> bool:
