@@ -16,7 +16,7 @@ from kunserve.engine.weights.readers import DummyReader, Reader, SafetensorsRead
 from kunserve.model.config import read_spec
 from kunserve.model.source import ModelSource
 from kunserve.model.spec import ModelSpec, WeightSizes
-from kunserve_extras.vllm_body.decoder import VllmDecoder
+from kunserve_extras.vllm_body.decoder import VllmDecoder, room_bytes
 from kunserve_extras.vllm_body.loader import ParameterLoader, Parameters
 from kunserve_extras.vllm_body.refusals import check_model, check_release, installed_version
 from kunserve_extras.vllm_body.release import open_model
@@ -76,7 +76,8 @@ class VllmBackend(CpuBackend):
     def buffer_bytes(self, spec: ModelSpec, limits: StepLimits) -> int:
         """See ``Backend``. Gate and up lie apart from their product, and a hop is wider."""
         rows = (self.hop_rows + 1) * spec.hidden_size + 2 * spec.gated_size
-        return limits.buffer_bytes(spec) + limits.num_tokens * rows * spec.dtype_bytes
+        passing = limits.num_tokens * rows * spec.dtype_bytes
+        return limits.buffer_bytes(spec) + passing + 3 * room_bytes(spec)
 
     def weights(self, memory: Memory, spec: ModelSpec) -> ModelWeights:
         """See ``Backend``. None of ours: the modules have theirs."""

@@ -1,5 +1,6 @@
 """``StepDecoder`` by vLLM's modules: the layers of a stage, over units that are ours."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,20 @@ from kunserve.engine.cpu.kernels.library import set_num_threads
 from kunserve.engine.cpu.logit_room import LogitRoom
 from kunserve.model.spec import ModelSpec
 from kunserve_extras.vllm_body.release import Hop, Model
+from kunserve_extras.vllm_body.repeats import FEW_ROWS, Rooms
 from kunserve_extras.vllm_body.step_arrays import step_arrays
 
-_ALONE = 1 << 16
+logger = logging.getLogger(__name__)
+_ALONE = 6 << 10
 """Pairs of a token and a position that it attends to, up to which vLLM's part of a step has one
-thread. Its threads are torch's and our products have others: each of 200 short parts of a step
-would wait until a core is given up, and that takes longer than such a part."""
+thread. Its threads are torch's and our products have others: each of some five parts of a layer
+would wait until a core is given up, and that takes longer than the parts of so small a step."""
+
+
+def room_bytes(spec: ModelSpec) -> int:
+    """Of all that one layer makes of few rows: norms, sums, heads and what its gate multiplies."""
+    per_row = 10 * spec.hidden_size + 4 * (spec.qkv_size + spec.q_size) + 4 * spec.gated_size
+    return FEW_ROWS * per_row * spec.dtype_bytes + (1 << 16)
 
 
 class VllmDecoder:
@@ -43,6 +52,7 @@ class VllmDecoder:
         self._logits = LogitRoom(spec.vocab_size)
         for product in model.head_products():
             product.room = self._logits.part
+        self._repeated = model.repeat_layers(Rooms(room_bytes(spec)))
         self._passing_bytes = 0
         set_num_threads(num_threads)
         self._num_threads = num_threads
@@ -59,7 +69,18 @@ class VllmDecoder:
         zero, one = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.int32)
         starts = np.array([0, 1], dtype=np.int32)
         batch = StepBatch(zero, zero, zero[None], zero, starts, one, zero)
-        self.logits(batch, self.forward(batch, self.embed(batch)))
+        found = []
+        for is_plain in (True, False, False):  # as code, written down, repeated
+            for layer in self._repeated:
+                layer.is_plain = is_plain
+            found.append(self.logits(batch, self.forward(batch, self.embed(batch))).clone())
+        refusals = {layer.refusal for layer in self._repeated if layer.refusal is not None}
+        if not all(torch.equal(one, found[0]) for one in found):
+            refusals.add("what is repeated is not what the layers' code gives")
+            for layer in self._repeated:
+                layer.is_plain = True
+        for refusal in sorted(refusals):
+            logger.info("layers run as Python in every step: %s", refusal)
 
     @property
     def buffer_bytes(self) -> int:

@@ -11,8 +11,9 @@ from typing import Protocol
 
 import torch
 
-from kunserve.engine.cpu.kernels.ops import Finish, linear
+from kunserve.engine.cpu.kernels.ops import Finish, linear, panel_linear
 from kunserve.engine.cpu.kernels.panels import PanelMatrix
+from kunserve_extras.vllm_body.repeats import do
 from kunserve_extras.vllm_body.short_ways import as_rows
 
 Room = Callable[[int, int], torch.Tensor]
@@ -46,7 +47,9 @@ def _by_panels(
     finish: Finish, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     plain = weight.data  # vLLM's parameters take a detour through Python at every look
-    found = linear(as_rows(x), PanelMatrix(plain, finish.is_gated), bias, finish=finish)
+    rows, width = as_rows(x), len(plain) // 2 if finish.is_gated else len(plain)
+    found = torch.empty(len(rows), width, dtype=x.dtype)
+    do(panel_linear(rows, PanelMatrix(plain, finish.is_gated), bias, found, finish))
     return found if x.ndim == 2 else found.view(*x.shape[:-1], found.shape[1])
 
 

@@ -47,12 +47,18 @@ from kunserve_extras.vllm_body.experts import (
     put_experts_in_panels,
 )
 from kunserve_extras.vllm_body.matrices import HeadProduct, is_known, put_in_panels
+from kunserve_extras.vllm_body.repeats import Known, RepeatedLayer, Rooms, do
 from kunserve_extras.vllm_body.short_ways import gated, normed
 from kunserve_extras.vllm_body.step_arrays import StepArrays
 
 _CPU = torch.device("cpu")
 _FINISH = "kunserve_finish"
 """Of a module: what its product does with what it finds, where it does anything."""
+_KNOWN = Known.of(
+    [f"_C::{name}" for name in ("rotary_embedding", "silu_and_mul", "gelu_tanh_and_mul")],
+    ["vllm_ir::rms_norm", "vllm_ir::fused_add_rms_norm"],
+)
+"""Its operations that read nothing but their arguments."""
 Hop = tuple[torch.Tensor, ...]
 """What a stage gives to the next one: [tokens, hidden] each."""
 Run = Callable[[LayerRange, torch.Tensor | None, Hop | None], Hop]
@@ -180,14 +186,26 @@ def _attend(
     value: torch.Tensor,
 ) -> torch.Tensor:
     """Write K and V and attend: its two kernels without its way there."""
-    context, impl = get_forward_context(), attention.impl
-    described = context.attn_metadata[attention.layer_name]
     query = query.view(-1, attention.num_heads, attention.head_size)
     new = [one.view(-1, attention.num_kv_heads, attention.head_size) for one in (key, value)]
+    found = torch.empty(query.shape, dtype=query.dtype)
+    do(partial(_attend_in_step, attention, cache, query, new, found))
+    return found.view(len(found), -1)
+
+
+def _attend_in_step(
+    attention: Attention,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    query: torch.Tensor,
+    new: list[torch.Tensor],
+    found: torch.Tensor,
+) -> None:
+    """The two kernels, with the tables and slots of the step at hand."""
+    context, impl = get_forward_context(), attention.impl
+    described = context.attn_metadata[attention.layer_name]
     scales = attention._k_scale_float, attention._v_scale_float, impl.kv_cache_dtype
     slots = context.slot_mapping[attention.layer_name]
     torch.ops._C.cpu_attn_reshape_and_cache(*new, *cache, slots, attention.isa, *scales)
-    found = torch.empty(query.shape, dtype=query.dtype)
     torch.ops._C.cpu_attention_with_kv_cache(
         query,
         *cache,
@@ -205,7 +223,6 @@ def _attend(
         described.dynamic_causal,
         *scales,
     )
-    return found.view(len(found), -1)
 
 
 def _take_short_ways(module: nn.Module) -> None:
@@ -315,6 +332,17 @@ class Model:
             attention.bind_kv_cache(own)
             if _is_plain(attention):
                 attention.forward = partial(_attend, attention, _keys_and_values(own))
+
+    def repeat_layers(self, rooms: Rooms) -> list[RepeatedLayer]:
+        """From now on a layer's code runs once for each small number of rows, where that will do.
+
+        Call it when KV is bound.
+        """
+        found = []
+        for number, layer in enumerate(self.layers):
+            layer.forward = RepeatedLayer(layer, number, rooms, _KNOWN)
+            found.append(layer.forward)
+        return found
 
     def head_products(self) -> Iterator[HeadProduct]:
         """What logits come from."""

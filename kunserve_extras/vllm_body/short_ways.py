@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from kunserve.engine.cpu.kernels.ops import rms_norm
+from kunserve.engine.cpu.kernels.ops import norm_into
+from kunserve_extras.vllm_body.repeats import do
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -20,7 +21,9 @@ def normed(
     Then also the sum, which is rounded to the model's type before it is normalised.
     """
     total = x if residual is None else x + residual
-    found = rms_norm(as_rows(total), weight, eps)
+    rows = as_rows(total)
+    found = torch.empty_like(rows)
+    do(norm_into(rows, weight, eps, found))
     found = found if total.ndim == 2 else found.view(total.shape)
     return found if residual is None else (found, total)
 

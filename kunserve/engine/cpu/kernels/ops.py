@@ -2,6 +2,8 @@
 
 import ctypes
 import enum
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +21,7 @@ MOST_EXACT = 1 << 24
 Matrix: TypeAlias = Any
 """A tensor, a ``PanelMatrix`` or a ``PackedMatrix``. Not said so, because who runs on a GPU has
 tensors only."""
+Call: TypeAlias = Callable[[], None]
 
 
 class Finish(enum.IntEnum):
@@ -78,18 +81,33 @@ def linear(
             rounded.data_ptr(),
         )
         return out
-    assert k * x.element_size() % 16 == 0 and x.dtype == weight.dtype, (k, x.dtype, weight.dtype)
     if isinstance(weight, PanelMatrix):
-        assert weight.is_paired == finish.is_gated and weight.data.is_contiguous(), finish
-        sizes = m, n, k, finish, weight.num_panels
-        at = x.data_ptr(), weight.data.data_ptr(), bias_at, out.data_ptr()
-        kernel("kun_panel_linear", x.dtype)(*at, *sizes)
+        panel_linear(x, weight, bias, out, finish)()
         return out
+    assert k * x.element_size() % 16 == 0 and x.dtype == weight.dtype, (k, x.dtype, weight.dtype)
     assert weight.is_contiguous()
     kernel("kun_linear", x.dtype)(
         x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), m, n, k, finish
     )
     return out
+
+
+def panel_linear(
+    x: torch.Tensor,
+    weight: PanelMatrix,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    finish: Finish,
+) -> Call:
+    """``linear`` as a call that can be made again and again, while all of them lie there."""
+    (m, k), n = x.shape, out.shape[1]
+    assert weight.shape == (n * 2 if finish.is_gated else n, k), (x.shape, weight.shape, n)
+    assert weight.is_paired == finish.is_gated and weight.data.is_contiguous(), finish
+    assert len(out) == m and x.is_contiguous() and out.is_contiguous(), (x.shape, out.shape)
+    assert k * x.element_size() % 16 == 0 and x.dtype == weight.dtype, (k, x.dtype, weight.dtype)
+    bias_at = None if bias is None else bias.data_ptr()
+    at = x.data_ptr(), weight.data.data_ptr(), bias_at, out.data_ptr()
+    return partial(kernel("kun_panel_linear", x.dtype), *at, m, n, k, finish, weight.num_panels)
 
 
 def gather(weight: Matrix, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -116,12 +134,18 @@ def rms_norm(
     """(``weight`` + ``offset``) * ``x`` / rms(``x``) over the last dimension of ``x`` [rows, n]."""
     if out is None:
         out = torch.empty_like(x)
+    norm_into(x, weight, eps, out, offset)()
+    return out
+
+
+def norm_into(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, offset: int = 0
+) -> Call:
+    """``rms_norm`` as a call that can be made again and again, while all of them lie there."""
     rows, n = x.shape
     assert x.is_contiguous() and out.is_contiguous() and weight.shape == (n,)
-    kernel("kun_rms_norm", x.dtype)(
-        x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, n, eps, offset
-    )
-    return out
+    at = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+    return partial(kernel("kun_rms_norm", x.dtype), *at, rows, n, eps, offset)
 
 
 def pick_rows(weight: Matrix, rows: npt.NDArray[np.int32]) -> torch.Tensor:
