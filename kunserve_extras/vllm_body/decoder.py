@@ -52,7 +52,8 @@ class VllmDecoder:
         self._logits = LogitRoom(spec.vocab_size)
         for product in model.head_products():
             product.room = self._logits.part
-        self._repeated = model.repeat_layers(Rooms(room_bytes(spec)))
+        self._rooms = Rooms(room_bytes(spec))
+        self._repeated = model.repeat_layers(self._rooms)
         self._passing_bytes = 0
         set_num_threads(num_threads)
         self._num_threads = num_threads
@@ -85,7 +86,8 @@ class VllmDecoder:
     @property
     def buffer_bytes(self) -> int:
         """Memory of logits, and about that of activations."""
-        return max(self._logits.num_bytes, self._passing_bytes)
+        passing = self._passing_bytes + self._rooms.buffer_bytes
+        return max(self._logits.num_bytes, passing)
 
     def set_layers(self, layers: LayerRange) -> None:
         """The layers that ``forward`` computes from now on; all of them at first."""

@@ -77,12 +77,16 @@ class Rooms:
 
     def __init__(self, num_bytes: int) -> None:
         """``num_bytes`` for each room, and as many for rows that come from elsewhere."""
-        self.num_bytes = num_bytes
         self._memory = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(3)]
 
     def room(self, layer: int) -> torch.Tensor:
         """What layer number ``layer`` writes."""
         return self._memory[layer % 2]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all."""
+        return sum(one.nbytes for one in self._memory)
 
     @property
     def entry(self) -> torch.Tensor:
@@ -221,7 +225,7 @@ class RepeatedLayer:
         given = [one for one in everything if isinstance(one, torch.Tensor)]
         if self.is_plain or not all(0 < len(one) <= FEW_ROWS for one in given if one.ndim):
             return self._plain(*args, **kwargs)
-        key = tuple(self._place(one) for one in everything)
+        key: _Key = (tuple(kwargs), *map(self._place, everything))
         if _OTHER in key:
             return self._refuse("a layer is given what is not looked into", args, kwargs)
         written = self._written.get(key)
