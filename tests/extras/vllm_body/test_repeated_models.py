@@ -28,7 +28,7 @@ def said(body: EngineBody) -> object:
     """In steps of few rows and of many; with each number of rows again and again."""
     engine = DirectEngine([(body, WHOLE)])
     found: list[object] = []
-    for chunk_size in (5, 5, 1000):
+    for chunk_size in (5, 5, 30, 1000):  # of 30: a step of as many rows as are repeated
         found.append(engine.generate(PROMPTS, 10, chunk_size, SCORED))
         found.append([sequence.scores for sequence in engine.last])
     return found
