@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kunserve.cluster.instance.beside_clock import BesideClock
 from kunserve.cluster.instance.exchange_pause import ExchangePause
+from kunserve.cluster.instance.heart import Heart
 from kunserve.cluster.instance.lease import Hold
 from kunserve.cluster.instance.long_steps import LongSteps
 from kunserve.cluster.instance.mover import InstanceMover
@@ -20,13 +21,12 @@ from kunserve.control.instance.stage_clock import StageClock
 from kunserve.control.instance.work import Work
 from kunserve.core.config import ClusterConfig
 from kunserve.core.faults import MachineFailed, StepVoid
-from kunserve.core.ids import GroupId, InstanceId, RequestId
-from kunserve.core.messages import Alive, LinkBroken, Ready
+from kunserve.core.ids import GroupId, RequestId
+from kunserve.core.messages import LinkBroken, Ready
 from kunserve.core.step import StepPlan
 from kunserve.transport.peers.links import PeerLinks
 from kunserve.transport.wire.channel import InstanceChannel
 
-HEARTBEATS_PER_TIMEOUT = 5
 LOOK_GAP_S = 0.05
 """Mail is read so often in the middle of a step that lasts, because looking costs a little."""
 PREPARE_SHARE = 0.1
@@ -43,38 +43,6 @@ class KvEvents(Protocol):
     def publish(self, events: list[CacheEvent]) -> None:
         """Called as often as the leader reports. Never waits."""
         ...
-
-
-class Heart:
-    """What the loop does, for heartbeats: their thread asks, and the next one tells of changes."""
-
-    def __init__(self, me: InstanceId) -> None:
-        self._me = me
-        self._num_turns = 0
-        self._longest_step_s = 0.0
-        self._is_computing = False
-        self._wants_to_leave = False
-
-    def turn(self, *, is_computing: bool, step_s: float = 0.0) -> None:
-        """The loop moves on."""
-        self._num_turns += 1
-        self._is_computing = is_computing
-        if step_s > self._longest_step_s:
-            self._longest_step_s = step_s
-
-    def leave(self) -> None:
-        """Heartbeats tell from now on that the process was asked to end."""
-        self._wants_to_leave = True
-
-    def alive(self) -> Alive:
-        """What a heartbeat says."""
-        return Alive(
-            self._me,
-            self._num_turns,
-            self._longest_step_s,
-            self._is_computing,
-            self._wants_to_leave,
-        )
 
 
 class InstanceLoop:
@@ -115,7 +83,7 @@ class InstanceLoop:
             agent.state.journal = CacheJournal()
         self._beside = None if trace is None else BesideClock()
         self._clock = StageClock(body.spec.instance_id)
-        self._heart = Heart(body.spec.instance_id)
+        self._heart = Heart(body.spec.instance_id, config.heartbeat_timeout_s)
         self._long_steps = LongSteps()
         self._config = config
         self._next_report_s = 0.0
@@ -143,8 +111,7 @@ class InstanceLoop:
 
     def run(self) -> None:
         """Take turns until told to shut down."""
-        heartbeat_s = self._config.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
-        self._channel.start_heartbeat(heartbeat_s, self._heart.alive, self._pulse)
+        self._channel.start_heartbeat(self._heart.period_s, self._heart.alive, self._pulse)
         if self._pulse is not None:
             self._pulse.start()
         while not self._agent.is_stopping:

@@ -42,8 +42,9 @@ class Child:
         """Start it. Raises OSError when the system refuses.
 
         ``program`` is what Python runs, ``within`` a command that runs the rest of its line. The
-        child has ``fds`` by their numbers, and is in a session of its own, because what a terminal
-        sends is for its parent to hear.
+        child has ``fds`` by their numbers, and is in a process group of its own, because what a
+        terminal sends is for its parent to hear. It is not in a session of its own: Linux shares
+        processors between sessions first, and may then have one wait for seconds.
         """
         self._process = subprocess.Popen(
             [*within, *python_command(), *program],
@@ -51,7 +52,7 @@ class Child:
             stdout=stdout,
             pass_fds=fds,
             env=environment,
-            start_new_session=True,
+            process_group=0,
             bufsize=0,
         )
         self.pid = self._process.pid

@@ -24,7 +24,8 @@ def test_an_end_is_explained() -> None:
 def test_a_thread_waits_for_a_child_and_ends_it() -> None:
     child = Child(SLEEP)
     assert child.join(0.0) is None and child.exit_code is None
-    assert os.getsid(child.pid) == child.pid, "a terminal's signals are its parent's"
+    assert os.getpgid(child.pid) == child.pid, "a terminal's signals are its parent's"
+    assert os.getsid(child.pid) == os.getsid(0), "processors are shared between sessions first"
     assert child.end(0.0) == -signal.SIGKILL == child.exit_code
     child.kill()
     assert Child(("-c", "raise SystemExit(7)")).end(100.0) == 7
