@@ -15,6 +15,8 @@ FIRST, SECOND = "overload-first", "overload-second-burst"
 """Both bursts on requests that every system holds. On the second no rule was tuned."""
 SLOW_FIRST, SLOW_SECOND = "overload-avx2-first", "overload-avx2-second"
 """The bursts alone, on a processor without AVX-512."""
+SAME_KERNELS = "overload-avx2-vllm-body"
+"""The second one there, by vLLM's model classes and by our engine, in float32."""
 LATE, P99 = "over the objective", "P99 TTFT (s)"
 SHOWN = ("recompute", "static-pp", "drop", "endless")
 FEW = ("recompute", "drop", "endless")
@@ -93,6 +95,12 @@ def slow_rounds() -> list[Row]:
     """The same without AVX-512, and instances that share one copy of the weights."""
     bursts = {"second": groups(SLOW_SECOND)[0.032], "first": groups(SLOW_FIRST)[0.024]}
     return _rounds((*SHOWN, "shared"), **bursts)
+
+
+def same_kernels() -> list[Row]:
+    """vLLM, our server with its model classes, and our own engine."""
+    shown = ("vllm-rr", "vllm-body", "vllm-body-drop", "recompute", "drop")
+    return _rounds(shown, second=groups(SAME_KERNELS)[0.02])
 
 
 def _rounds(shown: tuple[str, ...], **bursts: AtLoad) -> list[Row]:

@@ -26,6 +26,7 @@ from benchmarks.paper.real_tables import (
     ABOVE,
     FIRST,
     RIVALS,
+    SAME_KERNELS,
     SECOND,
     SLOW_FIRST,
     SLOW_SECOND,
@@ -33,6 +34,7 @@ from benchmarks.paper.real_tables import (
     one_result,
     rivals,
     rounds,
+    same_kernels,
     slow_rounds,
 )
 from benchmarks.paper.sparse_models import NAMES
@@ -279,6 +281,7 @@ TABLES: dict[str, Table] = {
     "one-result": Table(one_result, (SECOND, FIRST)),
     "real-rounds": Table(rounds, (SECOND, FIRST)),
     "real-slow": Table(slow_rounds, (SLOW_SECOND, SLOW_FIRST)),
+    "real-same-kernels": Table(same_kernels, (SAME_KERNELS,)),
     "real-rivals": Table(rivals, (RIVALS,)),
     "real-above": Table(above, (ABOVE,)),
     "gpu-day": Table(gpu_day, (GPU_RUNS,)),
