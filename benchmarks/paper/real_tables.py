@@ -15,7 +15,7 @@ FIRST, SECOND = "overload-first", "overload-second-burst"
 """Both bursts on requests that every system holds. On the second no rule was tuned."""
 SLOW_FIRST, SLOW_SECOND = "overload-avx2-first", "overload-avx2-second"
 """The bursts alone, on a processor without AVX-512."""
-SAME_KERNELS = "overload-avx2-vllm-body"
+VLLM_CLASSES = "overload-avx2-vllm-body"
 """The second one there, by vLLM's model classes and by our engine, in float32."""
 LATE, P99 = "over the objective", "P99 TTFT (s)"
 SHOWN = ("recompute", "static-pp", "drop", "endless")
@@ -97,10 +97,10 @@ def slow_rounds() -> list[Row]:
     return _rounds((*SHOWN, "shared"), **bursts)
 
 
-def same_kernels() -> list[Row]:
+def vllm_classes() -> list[Row]:
     """vLLM, our server with its model classes, and our own engine."""
     shown = ("vllm-rr", "vllm-body", "vllm-body-drop", "recompute", "drop")
-    return _rounds(shown, second=groups(SAME_KERNELS)[0.02])
+    return _rounds(shown, second=groups(VLLM_CLASSES)[0.02])
 
 
 def _rounds(shown: tuple[str, ...], **bursts: AtLoad) -> list[Row]:

@@ -26,16 +26,16 @@ from benchmarks.paper.real_tables import (
     ABOVE,
     FIRST,
     RIVALS,
-    SAME_KERNELS,
     SECOND,
     SLOW_FIRST,
     SLOW_SECOND,
+    VLLM_CLASSES,
     above,
     one_result,
     rivals,
     rounds,
-    same_kernels,
     slow_rounds,
+    vllm_classes,
 )
 from benchmarks.paper.sparse_models import NAMES
 from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances
@@ -281,7 +281,7 @@ TABLES: dict[str, Table] = {
     "one-result": Table(one_result, (SECOND, FIRST)),
     "real-rounds": Table(rounds, (SECOND, FIRST)),
     "real-slow": Table(slow_rounds, (SLOW_SECOND, SLOW_FIRST)),
-    "real-same-kernels": Table(same_kernels, (SAME_KERNELS,)),
+    "real-vllm-classes": Table(vllm_classes, (VLLM_CLASSES,)),
     "real-rivals": Table(rivals, (RIVALS,)),
     "real-above": Table(above, (ABOVE,)),
     "gpu-day": Table(gpu_day, (GPU_RUNS,)),
