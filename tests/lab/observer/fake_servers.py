@@ -8,6 +8,8 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.lab.conftest import clean_up
+
 Page = Callable[[], str | int | None]
 """A page, a status, or None: no answer at all."""
 
@@ -52,7 +54,7 @@ class FakeServers:
     def stop(self) -> None:
         """All of them."""
         for runner in self._runners:
-            asyncio.run_coroutine_threadsafe(runner.cleanup(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(clean_up(runner), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
