@@ -7,10 +7,14 @@ A run file is what a comparison of real servers keeps of one run; it holds its r
 server's flags. A trace is of `serve --trace-out`; one beside a run, of the same name, is found.
 
 *Runs.* A cluster near overload is chaotic: requests that come a millisecond later make another
-tail, in both worlds. So each run is simulated many times with arrivals moved by a few
-milliseconds, and the figures are the median of the simulations, their range, and how far the
-median is from the real run. With a trace the same is done with step times fitted to the run's own
-steps: what is left of an error then is the simulator's, and the rest was the profile's.
+tail, in both worlds. So each run is simulated many times, with arrivals moved by a few milliseconds
+and all steps a few percent shorter or longer. The figures are the median of the simulations, their
+range, and how far the median is from the real run. Of each request: how far its first token is.
+
+A processor that others share is not as fast in each minute as when it was profiled, and near
+overload a tenth more time makes twice the queue. With a trace the same is therefore done at the
+run's own pace: the profile's step times, all of them so many times as long as the run's steps took
+in sum. What is left of an error then is the simulator's, and the rest was the machine's.
 
 *Ratios.* What the simulator is asked for is how many times lower a system's TTFT is than another's.
 For runs of one folder, load and seed: the ratio of `recompute` to each other system, real (medians
@@ -30,14 +34,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
 from benchmarks.report import Report, Setting
 from benchmarks.serving.traced_steps import (
     TracedStep,
-    fit_steps,
     num_layers_of,
     overlaps,
     predicted_s,
@@ -46,6 +48,7 @@ from benchmarks.serving.traced_steps import (
 from kunserve.core.config import KunServeConfig
 from kunserve.core.cost import CostCoefficients
 from kunserve.model.profile import Profile, read_profile
+from kunserve.policy.batch.cost import Array
 from kunserve.server.start.command import config_from_flags, serve_command
 from kunserve_lab.bench.metrics import RunMetrics, compute_metrics
 from kunserve_lab.bench.runfile import Run, read_run
@@ -56,9 +59,8 @@ from kunserve_lab.sim.costs import cpu_profile
 from kunserve_lab.sim.models import find_model
 from kunserve_lab.workload.workload import Lengths, Workload
 
-Steps: TypeAlias = tuple[CostCoefficients, CostCoefficients]
-"""What steps cost in company of other instances, and alone."""
-
+PROFILE, ITS_PACE = "profile", "its pace"
+"""Where step times are from."""
 CLOSE_S = 0.02
 """Steps that follow each other within this are back to back."""
 ROWS: tuple[tuple[str, Callable[[RunMetrics], float]], ...] = (
@@ -74,6 +76,8 @@ ROWS: tuple[tuple[str, Callable[[RunMetrics], float]], ...] = (
 PERCENTILES = (50.0, 90.0, 99.0)
 """Of TTFT, whose ratios are told."""
 SECONDS = tuple(one.name for one in fields(CostCoefficients) if one.name.endswith("_s"))
+NEAR = 0.25
+"""Share by which a figure may be missed."""
 FIRST = "recompute"
 """The system that the others are held against."""
 PLACE = re.compile(r"-(load)?[\d.]+(-seed\d+)?(?=-round\d+$|$)")
@@ -133,31 +137,32 @@ def workload_of(run: Run, generator: random.Random | None, jitter_s: float) -> W
     return Workload(tuple(moments), lengths, run.provenance)
 
 
-def simulations(
-    run: Run, profile: Profile, steps: Steps, num_runs: int, jitter_s: float
-) -> list[Run]:
-    """Simulate the run's cluster under its requests, with these step times."""
+def simulations(run: Run, profile: Profile, options: argparse.Namespace) -> tuple[Run, ...]:
+    """Simulate the run's cluster under its requests, at about the profile's pace."""
     config = config_of(run)
-    scenario = Scenario(
-        profile=cpu_profile(
-            find_model(profile.subject.model),
-            *steps,
-            config.instance.block_size,
-            config.instance.memory_bytes,
-        ),
-        num_instances=config.cluster.num_instances,
-        workload=workload_of(run, None, 0.0),
-        scheduler=config.scheduler,
-        cost=profile.coefficients,
-    )
     # The real server's flags say how much memory it had.
     system = replace(system_of(run, config), memory_factor=1.0)
     generator = random.Random(0)
     found: list[Run] = []
-    for number in range(num_runs):
-        moved = workload_of(run, generator if number else None, jitter_s)
-        found.append(simulate(system, replace(scenario, workload=moved)).run)
-    return found
+    for number in range(options.num_runs):
+        share = options.pace_percent / 100
+        pace = slower(profile, 1.0 + (generator.uniform(-share, share) if number else 0.0))
+        jitter_s = options.jitter_ms / 1e3
+        scenario = Scenario(
+            profile=cpu_profile(
+                find_model(profile.subject.model),
+                pace.serving,
+                pace.alone,
+                config.instance.block_size,
+                config.instance.memory_bytes,
+            ),
+            num_instances=config.cluster.num_instances,
+            workload=workload_of(run, generator if number else None, jitter_s),
+            scheduler=config.scheduler,
+            cost=profile.coefficients,
+        )
+        found.append(simulate(system, scenario).run)
+    return tuple(found)
 
 
 def slower(profile: Profile, times: float) -> Profile:
@@ -195,16 +200,17 @@ def report_run(
 ) -> Iterator[Simulated]:
     """One real run beside its simulations, which are given back. ``known`` are earlier ones'."""
     run = read_run(path)
-    sources: list[tuple[str, Steps]] = [("profile", (profile.serving, profile.alone))]
+    sources = [(PROFILE, profile)]
     trace = trace_of(path)
     if trace.exists():
-        sources.append(("its own", fit_steps(read_steps(trace))))
-    for source, steps in sources:
-        found = known.get(asked(run, source))
-        if found is None:
-            made = simulations(run, profile, steps, options.num_runs, options.jitter_ms / 1e3)
-            found = tuple(made)
-        yield Simulated(path, source, run, found)
+        steps = read_steps(trace)
+        times = sum(step.seconds for step in steps) / float(np.sum(expected_s(profile, steps)))
+        report.add("steps take, of the profile's", times, "x", run=path.stem)
+        sources.append((ITS_PACE, slower(profile, times)))
+    for source, steps_of in sources:
+        found = known.get(asked(run, source)) or simulations(run, steps_of, options)
+        one = Simulated(path, source, run, found)
+        yield one
         for row in predict(run, found):
             case: dict[str, Setting] = {"run": path.stem, "step_times": source, "of": row.name}
             report.add("real", row.real, "", **case)
@@ -212,12 +218,40 @@ def report_run(
             report.add("least", min(row.simulated), "", **case)
             report.add("most", max(row.simulated), "", **case)
             report.add("error", 100 * row.error, "%", **case)
+        missed = [abs(error) for error in misses(one)]
+        case = {"run": path.stem, "step_times": source, "of": "TTFT of each request"}
+        report.add("median error", 100 * statistics.median(missed), "%", **case)
+        near = sum(error <= NEAR for error in missed)
+        report.add(f"within {NEAR:.0%}", 100 * near / len(missed), "%", **case)
+
+
+def misses(one: Simulated) -> list[float]:
+    """Of each request that the real run completed: its first token in the median of simulations,
+    beside the real one, as a share.
+    """
+    simulated: dict[int, list[float]] = defaultdict(list)
+    for run in one.found:
+        for record in run.records:
+            if record.token_times_s:
+                simulated[record.number].append(record.token_times_s[0] - record.sent_s)
+    return [
+        statistics.median(simulated[record.number]) / (record.token_times_s[0] - record.sent_s) - 1
+        for record in one.run.records
+        if record.succeeded and simulated[record.number]
+    ]
+
+
+def expected_s(profile: Profile, steps: list[TracedStep]) -> Array:
+    """What each step takes by the profile, in the company that it had."""
+    shares = np.minimum(overlaps(steps), 1.0)
+    beside, alone = (predicted_s(c, steps) for c in (profile.serving, profile.alone))
+    return np.asarray(shares * beside + (1.0 - shares) * alone)
 
 
 def asked(run: Run, source: str) -> object:
-    """What is simulated: for all rounds of a system the same. Steps of its own are of one run."""
+    """What is simulated: for all rounds of a system the same. A pace is of one run."""
     server = dict(run.config)["serve"]
-    return run.provenance, run.label, server, source if source == "profile" else id(run)
+    return run.provenance, run.label, server, source if source == PROFILE else id(run)
 
 
 def report_ratios(report: Report, everything: Sequence[Simulated]) -> None:
@@ -289,13 +323,11 @@ def report_steps(report: Report, path: Path, profile: Profile) -> None:
     """One server's steps: by kind and company, then the gaps between them."""
     steps = read_steps(path)
     name, num_layers = path.name.removesuffix(".trace.json"), num_layers_of(steps)
-    shares = np.minimum(overlaps(steps), 1.0)
-    beside, alone = (predicted_s(c, steps) for c in (profile.serving, profile.alone))
-    expected = shares * beside + (1.0 - shares) * alone
+    shares, expected = np.minimum(overlaps(steps), 1.0), expected_s(profile, steps)
     groups: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for step, share, expected_s in zip(steps, shares.tolist(), expected.tolist(), strict=True):
+    for step, share, mean_s in zip(steps, shares.tolist(), expected.tolist(), strict=True):
         company = "alone" if share < 0.1 else "among others" if share > 0.9 else "partly"
-        groups[kind_of(step, num_layers), company].append((step.seconds, expected_s))
+        groups[kind_of(step, num_layers), company].append((step.seconds, mean_s))
     for (kind, company), pairs in sorted(groups.items()):
         real_s, mean_s = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
         case: dict[str, Setting] = {"trace": name, "batch": kind, "company": company}
@@ -328,7 +360,8 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+", help="runs (.jsonl) or .trace.json")
     parser.add_argument("--profile", type=Path, required=True, help="of `kunserve profile`")
     parser.add_argument("--num-runs", type=int, default=15, help="simulations of each run")
-    parser.add_argument("--jitter-ms", type=float, default=5.0)
+    parser.add_argument("--jitter-ms", type=float, default=5.0, help="of arrivals")
+    parser.add_argument("--pace-percent", type=float, default=5.0, help="of all steps of a draw")
     parser.add_argument(
         "--times", type=float, default=1.0,
         help="steps take so many times what the profile says: as P50 TPOT of `endless` shows",

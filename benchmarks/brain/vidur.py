@@ -61,7 +61,8 @@ def by_ours(scenario: Scenario) -> Outcome:
     from kunserve_lab.compare.simulated.simulation import simulate
     from kunserve_lab.compare.systems import SYSTEMS
 
-    done = simulate(SYSTEMS[SYSTEM], scenario)
+    alike = replace(scenario.scheduler, enable_prefix_caching=False)  # Vidur has none
+    done = simulate(SYSTEMS[SYSTEM], replace(scenario, scheduler=alike))
     records = done.run.records
     assert all(one.succeeded for one in records), "some failed"
     return Outcome(

@@ -8,8 +8,7 @@ import numpy as np
 
 from kunserve.core.cost import DENSE, CostCoefficients, ExpertChoice
 from kunserve.policy.batch.cost import NARROW_TOKENS, Array
-from kunserve_lab.profile.cost_fit import fit_rows
-from kunserve_lab.profile.cost_forms import as_vector, from_vector
+from kunserve_lab.profile.cost_forms import as_vector
 
 CHUNKS_TERM = 2
 """Where ``TracedStep.features`` counts a batch's chunks."""
@@ -103,21 +102,3 @@ def overlaps(steps: list[TracedStep]) -> Array:
         within_s = np.interp(ends, moments, so_far_s) - np.interp(starts, moments, so_far_s)
         shares += np.where(mine, 0.0, within_s / (ends - starts))
     return shares
-
-
-def fit_steps(steps: list[TracedStep]) -> tuple[CostCoefficients, CostCoefficients]:
-    """The cost model of these very steps: of those that had company, and of those alone."""
-    rows, seconds = rows_of(steps), np.array([step.seconds for step in steps])
-    has_company = overlaps(steps) > 0.5
-    beside, alone = (
-        from_vector(_fit_mean(rows[chosen], seconds[chosen]))
-        for chosen in (has_company, ~has_company)
-    )
-    return beside, alone
-
-
-def _fit_mean(rows: Array, seconds: Array) -> Array:
-    """Errors relative to what was measured favour the fast ones of equal steps; relative to what
-    is expected of them they give their mean.
-    """
-    return fit_rows(rows, seconds, rows @ fit_rows(rows, seconds))

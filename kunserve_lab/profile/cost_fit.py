@@ -103,20 +103,19 @@ class _Search:
         return float((relative * relative).sum()) + LEAST_ERROR * len(relative)
 
 
-def fit_rows(rows: Array, seconds: Array, unit_s: Array | None = None) -> Array:
+def fit_rows(rows: Array, seconds: Array) -> Array:
     """``fit`` for batches that are known by their features: [samples, terms] and [samples].
 
-    Errors count in units of ``unit_s``, by default what was measured. A token always costs
-    something (``LEAST_TOKENS_SHARE``).
+    Errors count as shares of what was measured. A token always costs something
+    (``LEAST_TOKENS_SHARE``).
     """
-    unit_s = seconds if unit_s is None else unit_s
     if not rows[:, EXPERTS_TERM:].any() and rows.shape[1] > EXPERTS_TERM:
-        return np.append(fit_rows(rows[:, :EXPERTS_TERM], seconds, unit_s), 0.0)
-    relative = rows / unit_s[:, None]
+        return np.append(fit_rows(rows[:, :EXPERTS_TERM], seconds), 0.0)
+    relative = rows / seconds[:, None]
     # Columns of like size: nnls compares them.
     scale = relative.max(axis=0)
     scale[scale == 0.0] = 1.0
-    relative, seen = relative / scale, seconds / unit_s
+    relative, seen = relative / scale, np.ones(len(seconds))
     solution, _ = nnls(relative, seen)
     if solution[TOKENS_TERM] < LEAST_TOKENS_SHARE:
         least = np.zeros_like(solution)

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kunserve.core.errors import ConfigError
@@ -108,12 +108,7 @@ def _simulate(
         system,
         profile,
         scenario.num_instances,
-        # Looking for what no two prompts have takes time of whoever simulates.
-        replace(
-            scenario.scheduler,
-            enable_prefix_caching=scenario.scheduler.enable_prefix_caching
-            and workload.lengths.contents is not None,
-        ),
+        scenario.scheduler,
         scenario.cost,
         scenario.host_bytes,
         scenario.server,

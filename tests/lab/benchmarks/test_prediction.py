@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.brain import prediction
-from benchmarks.brain.prediction import Simulated, report_ratios, system_of
+from benchmarks.brain.prediction import Simulated, misses, report_ratios, system_of
 from benchmarks.report import Report
 from kunserve.core.config import KunServeConfig, OverloadConfig
 from kunserve_lab.bench.runfile import Run
@@ -54,6 +54,14 @@ def test_requests_that_not_all_completed_are_left_out() -> None:
                   tuple(others[1:])),
     )  # fmt: skip
     assert found["drop TTFT P99"]["real"] == found["drop TTFT P99"]["simulated"] == 2.0
+
+
+def test_of_each_request_the_median_of_its_simulations_counts() -> None:
+    real = run_of("drop", [2.0, 4.0, float("nan"), 1.0])
+    drawn = [run_of("drop", [at, 4.0, 9.0, 1.1]) for at in (1.0, 3.0, 80.0)]
+    assert misses(Simulated(Path("some"), "profile", real, tuple(drawn))) == [
+        pytest.approx(share) for share in (0.5, 0.0, 0.1)
+    ]
 
 
 def test_folders_loads_and_draws_are_apart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,19 @@ def test_what_leaves_comes_back_and_nothing_is_computed_twice() -> None:
     assert run("recompute", world).lost_tokens > 0, "the same load makes others compute again"
 
 
+def test_who_was_preempted_finds_what_is_left_of_its_kv() -> None:
+    """As on a real server: blocks that nobody took meanwhile need not be computed again."""
+    computed, world = [], scenario(LONG_OUTPUTS)
+    for caches in (True, False):
+        scheduler = replace(world.scheduler, enable_prefix_caching=caches)
+        world = replace(world, scheduler=scheduler)
+        watcher = StepTimes(world.profile)
+        result = simulate(find_system("recompute"), world, watcher=watcher)
+        assert result.num_preemptions > 0
+        computed.append(watcher.computed.total())
+    assert 60 * (300 + 600 - 1) < computed[0] < computed[1]
+
+
 def test_copies_hide_behind_steps_and_a_slow_link_stretches_them() -> None:
     world = scenario(LONG_OUTPUTS)
     watcher = StepTimes(world.profile)
