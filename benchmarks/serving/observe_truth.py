@@ -1,12 +1,14 @@
 """What `kunserve observe` foretells of a burst, beside the same burst on servers that drop.
 
-    python -m benchmarks.serving.observe_truth [--peers DIR] [--load 0.12] [--rounds 1]
+    python -m benchmarks.serving.observe_truth [--peers DIR --dtype float32] [--load 0.12]
 
 Two servers that do not drop get the first spike of the Azure window in turn, and the observer
 watches them. Then the same requests go to one server of two instances that drops. Each way stands
 there as foretold (simulated from what the observer counted) and as measured at the client, over the
 requests of the episode. With DIR the two servers are vLLM's CPU build (``DIR/vllm``,
-``DIR/smollm2-135m-hf``); without it they are ``kunserve serve --overload-policy recompute``.
+``DIR/smollm2-135m-hf``), and the one that drops computes with its model classes (``--engine vllm``;
+this checkout and what it needs are on PYTHONPATH). Without DIR all are ours. A processor without
+AVX-512 wants ``--dtype float32`` with DIR, because vLLM has no fast bfloat16 there.
 
 Wants a quiet machine: step times are fitted to the fleet before the burst's figures are simulated,
 but a client that waits for a core is in no model.
@@ -17,6 +19,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -46,7 +49,7 @@ MODEL = "smollm2-135m"
 STEP_TOKENS, SEQS = 256, 256
 KV_TOKENS = 3840
 """Of a replica of vLLM; our own hold about as many beside the weights in --instance-memory."""
-VLLM_BLOCK = 128
+VLLM_BLOCK = 32
 LENGTH_SCALE = 0.5
 """Of BurstGPT's lengths, of which the longest would not fit into a replica."""
 TARGET = 0.3
@@ -87,7 +90,8 @@ def main() -> None:
         end_s=options.end,
         length_scale=LENGTH_SCALE,
     )
-    with Report("observe_truth", load=options.load, kind=fleet_of(options)[0]) as report:
+    kind = fleet_of(options)[0]
+    with Report("observe_truth", load=options.load, kind=kind, dtype=options.dtype) as report:
         for number in range(options.rounds):
             workload = workload_of(settings, options.load, seed=number)
             say(f"round {number + 1}: {len(workload)} requests in {workload.duration_s:.0f} s")
@@ -102,7 +106,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--start", type=float, default=20.0)
     parser.add_argument("--end", type=float, default=220.0)
-    parser.add_argument("--instance-memory", default="343MiB")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--instance-mib", type=int, default=343,
+        help="of one of ours, in bfloat16; in float32 it has twice as much",
+    )  # fmt: skip
     parser.add_argument("--profile", type=Path, default=PROFILE)
     parser.add_argument("--record", type=Path, help="keep the observer's readings")
     parser.add_argument("--report", type=Path, help="keep the observer's page")
@@ -118,7 +126,7 @@ def one_round(report: Report, options: argparse.Namespace, workload: Workload, n
         say("no episode was seen, or none could be simulated: give another --load")
         return
     greatest = max(judged, key=size)
-    with running_others("kunserve-drop", our_server(options, "drop", 2)) as urls:
+    with running_others("kunserve-drop", dropping(options)) as urls:
         dropped = asyncio.run(replayed(urls, workload, number))
     begin_s = greatest.episode.begin_s - alone.began_s
     end_s = greatest.episode.end_s - alone.began_s
@@ -182,8 +190,8 @@ def fleet_of(options: argparse.Namespace) -> tuple[str, OtherServers]:
     root = options.peers.resolve()
     command = (
         f"{root}/vllm/bin/python -m vllm.entrypoints.openai.api_server "
-        f"--model {root}/smollm2-135m-hf --host 127.0.0.1 --port {{port}} --dtype bfloat16 "
-        f"--max-model-len 3072 --served-model-name {MODEL} --no-enable-prefix-caching "
+        f"--model {root}/smollm2-135m-hf --host 127.0.0.1 --port {{port}} --dtype {options.dtype} "
+        f"--max-model-len 3072 --served-model-name {MODEL} "
         f"--block-size {VLLM_BLOCK} --num-gpu-blocks-override {KV_TOKENS // VLLM_BLOCK} "
         f"--max-num-seqs {SEQS} --max-num-batched-tokens {STEP_TOKENS}"
     )
@@ -192,18 +200,35 @@ def fleet_of(options: argparse.Namespace) -> tuple[str, OtherServers]:
     return "vllm", OtherServers(command=command, replicas=2, environment=environment)
 
 
+def dropping(options: argparse.Namespace) -> OtherServers:
+    """One server of two instances, of the same kernels as the two."""
+    if options.peers is None:
+        return our_server(options, "drop", 2)
+    root = options.peers.resolve()
+    command = (
+        f"{root}/vllm/bin/python -m kunserve.cli serve {root}/smollm2-135m-hf --engine vllm "
+        f"--served-model-name {MODEL} {shared_flags(options, 'drop', 2)}"
+    )
+    return OtherServers(command=command, environment={"PYTHONPATH": os.environ["PYTHONPATH"]})
+
+
 def our_server(
     options: argparse.Namespace, policy: str, num_instances: int, replicas: int = 1
 ) -> OtherServers:
     """``kunserve serve`` with plain weights; private ones, because shared ones leave no drop."""
-    command = (
-        f"{sys.executable} -m kunserve.cli serve {MODEL} --port {{port}} "
-        f"--num-instances {num_instances} --instance-memory {options.instance_memory} "
-        f"--max-num-batched-tokens {STEP_TOKENS} --max-num-seqs {SEQS} --num-threads 1 "
-        f"--quantization none --overload-policy {policy} --no-enable-prefix-caching "
-        "--weights private"
-    )
+    flags = f"{shared_flags(options, policy, num_instances)} --quantization none --weights private"
+    command = f"{sys.executable} -m kunserve.cli serve {MODEL} {flags}"
     return OtherServers(command=command, replicas=replicas)
+
+
+def shared_flags(options: argparse.Namespace, policy: str, num_instances: int) -> str:
+    """Of a server of ours, whichever engine it has."""
+    mib = options.instance_mib * (2 if options.dtype == "float32" else 1)
+    return (
+        f"--port {{port}} --num-instances {num_instances} --instance-memory {mib}MiB "
+        f"--max-num-batched-tokens {STEP_TOKENS} --max-num-seqs {SEQS} --num-threads 1 "
+        f"--dtype {options.dtype} --overload-policy {policy}"
+    )
 
 
 def size(judged: Judged) -> int:

@@ -22,6 +22,7 @@ from kunserve_lab.observer.episodes.episode import Episode
 from kunserve_lab.observer.episodes.rebuild import Rebuilt, rebuild
 from kunserve_lab.observer.fleet import Factors, with_memory
 from kunserve_lab.observer.readings.change import together
+from kunserve_lab.observer.readings.histogram import Histogram
 from kunserve_lab.observer.settings import Made
 from kunserve_lab.sim.by_time import WorldConfig
 from kunserve_lab.sim.costs import profile_times
@@ -33,6 +34,8 @@ WAKE_S = 3.0
 take for 64 GiB of weights."""
 MOST_DRAWS = 3
 """Answers are given to prompts by chance: so often, and figures are over all of them."""
+TRIED = 8
+"""Times as many are tried, and those taken that come nearest to what the servers counted."""
 MOST_DRAWN = 6000
 """Requests of all draws together: of a large episode chance makes less."""
 AS_IT_RAN, LEAST_LOAD, DROP, ENDLESS = "as it ran", "least load", "drop", "endless memory"
@@ -108,19 +111,18 @@ def judge(
     It takes seconds, up to minutes for thousands of requests.
     """
     measured = measured_of(episode)
-    draws = [rebuild(episode, profile.max_model_len)]
-    number = len(draws[0].workload)
+    number = len(rebuild(episode, profile.max_model_len).workload)
     if number < 2:
         return Judged(episode, measured, factors=factors, why_not="hardly a request came")
-    num_draws = max(1, min(most_draws, MOST_DRAWN // number))
-    draws += [rebuild(episode, profile.max_model_len, seed) for seed in range(1, num_draws)]
-    scenarios = [_scenario(profile, one.workload, len(episode.replicas), made) for one in draws]
+    most = max(1, MOST_DRAWN // number)
+    num_draws = min(most_draws, most)
+    num_tried = min(TRIED * most_draws, most)
+    tried = [_draw(episode, profile, made, seed) for seed in range(num_tried)]
+    tried.sort(key=lambda one: one.how_far)
+    draws = [one.rebuilt for one in tried[:num_draws]]
+    scenarios = [one.scenario for one in tried[:num_draws]]
+    ran = [result for one in tried[:num_draws] for result in one.ran]
     begin_s = draws[0].begin_s
-    ran = [
-        result
-        for scenario, rebuilt in zip(scenarios, draws, strict=True)
-        for result in _as_it_ran(scenario, rebuilt)
-    ]
     outcomes = {AS_IT_RAN: _outcome(ran, begin_s, num_draws)}
     for way, run in _ways(scenarios[0].num_instances, _is_fp8(episode)).items():
         outcomes[way] = _outcome([run(one) for one in scenarios], begin_s, num_draws)
@@ -135,17 +137,52 @@ def judge(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """An episode's requests as they may have been, and what the fleet then made of them."""
+
+    rebuilt: Rebuilt
+    scenario: Scenario
+    ran: list[SimResult]
+    how_far: float
+    """From the first tokens that the servers counted (`distance`)."""
+
+
+def _draw(episode: Episode, profile: InstanceProfile, made: Made, seed: int) -> _Draw:
+    rebuilt = rebuild(episode, profile.max_model_len, seed)
+    scenario = _scenario(profile, rebuilt.workload, episode, made)
+    ran = _as_it_ran(scenario, rebuilt)
+    ttfts = [ttft_s(record) for record in _began(episode, ran, rebuilt.begin_s)]
+    counted = together(episode.during, "ttft")
+    return _Draw(rebuilt, scenario, ran, distance(counted, [one for one in ttfts if one]))
+
+
+def distance(counted: Histogram | None, ttfts: Sequence[float]) -> float:
+    """How far simulated first tokens are from a histogram of real ones: natural logarithms of
+    ratios, of the mean, and of percentiles outside the class in which the real one lies, added.
+    """
+    if counted is None or not counted.mean or not ttfts:
+        return 0.0
+    found = abs(np.log(np.mean(ttfts) / counted.mean))
+    for share in (0.5, 0.9, 0.99):
+        low, high = counted.bracket(share) or (0.0, np.inf)
+        value = float(np.quantile(ttfts, share))
+        found += max(0.0, np.log(value / high), np.log(low / value) if low else 0.0)
+    return float(found)
+
+
 def _scenario(
-    profile: InstanceProfile, workload: Workload, num_instances: int, made: Made
+    profile: InstanceProfile, workload: Workload, episode: Episode, made: Made
 ) -> Scenario:
     model = profile.model
     tokens, seqs = made.max_num_batched_tokens, made.max_num_seqs
     times = profile_times(
         profile.times, profile.spec.num_layers, tokens, model.experts, model.windows
     )
-    return Scenario(
-        profile, num_instances, workload, SchedulerConfig(seqs, tokens), WorldConfig(), cost=times
-    )
+    caches = all(change.after.caches_prefixes for change in episode.changes)
+    scheduler = SchedulerConfig(seqs, tokens, enable_prefix_caching=caches)
+    num_instances = len(episode.replicas)
+    return Scenario(profile, num_instances, workload, scheduler, WorldConfig(), cost=times)
 
 
 def _ways(num_instances: int, is_fp8: bool) -> dict[str, Callable[[Scenario], SimResult]]:
@@ -200,12 +237,8 @@ def _alike(
 ) -> Measured:
     """Over those who got their first token during the episode, as servers count."""
     end_s = begin_s + episode.end_s - episode.begin_s
+    began = _began(episode, results, begin_s)
     records = [record for one in results for record in one.run.records]
-    began = [
-        record
-        for record in records
-        if record.token_times_s and begin_s <= record.token_times_s[0] <= end_s
-    ]
     ttfts = [ttft_s(record) for record in began]
     tpots = [tpot_s(record) for record in began]
     arrived = sum(begin_s <= record.sent_s <= end_s for record in records)
@@ -215,6 +248,17 @@ def _alike(
         _percentile(tpots, 50.0),
         round(arrived / num_draws),
     )
+
+
+def _began(episode: Episode, results: Sequence[SimResult], begin_s: float) -> list[RequestRecord]:
+    """Those who got their first token during the episode."""
+    end_s = begin_s + episode.end_s - episode.begin_s
+    return [
+        record
+        for one in results
+        for record in one.run.records
+        if record.token_times_s and begin_s <= record.token_times_s[0] <= end_s
+    ]
 
 
 def _outcome(results: Sequence[SimResult], begin_s: float, num_draws: int) -> Outcome:

@@ -42,6 +42,8 @@ class Reading:
     capacity_blocks: int
     block_size: int
     cache_dtype: str = ""
+    caches_prefixes: bool = True
+    """Whether a preempted request finds what is left of its KV. Servers that say nothing do."""
     counters: dict[str, float] = field(default_factory=dict)
     """By `names.COUNTERS`: totals since the server began."""
     histograms: dict[str, Histogram] = field(default_factory=dict)
@@ -109,7 +111,7 @@ def _reading(dialect: Dialect, series: Sequence[Series], replica: str, time_s: f
         if one.name in wanted:
             by_name[one.name].append(one)
     usage = _values(by_name, dialect.kv_usage)
-    blocks, block_size, dtype = _memory(dialect, by_name)
+    blocks, block_size, labels = _memory(dialect, by_name)
     if not usage or not blocks:
         lacking = dialect.kv_usage[0] if not usage else (dialect.cache_info or [""])[0]
         raise PageError(f"{replica} does not say {lacking}, and how full its KV memory is must be "
@@ -127,7 +129,8 @@ def _reading(dialect: Dialect, series: Sequence[Series], replica: str, time_s: f
         kv_usage=min(1.0, max(0.0, sum(usage) / len(usage))),
         capacity_blocks=blocks,
         block_size=block_size,
-        cache_dtype=dtype,
+        cache_dtype=labels.get("cache_dtype", ""),
+        caches_prefixes=labels.get("enable_prefix_caching") != "False",
         counters={key: sum(values) for key, values in counters.items() if values},
         histograms={key: one for key, one in histograms.items() if one is not None},
     )
@@ -140,23 +143,24 @@ def _values(by_name: Mapping[str, Sequence[Series]], names: Iterable[str]) -> li
 
 def _memory(
     dialect: Dialect, by_name: Mapping[str, Sequence[Series]]
-) -> tuple[int, int, str]:  # fmt: skip
-    """KV blocks of all engines together, tokens of one, and the type of KV."""
+) -> tuple[int, int, Mapping[str, str]]:
+    """KV blocks of all engines together, tokens of one, and what else is said of the memory."""
     sizes = _values(by_name, dialect.block_size)
     tokens = _values(by_name, dialect.capacity_tokens)
     if tokens:
         size = max(1, int(sizes[0]) if sizes else 1)
-        return int(max(tokens)) // size, size, ""
+        return int(max(tokens)) // size, size, {}
     if dialect.cache_info is None:
-        return 0, 1, ""
+        return 0, 1, {}
     name, blocks_label, size_label = dialect.cache_info
-    blocks, size, dtype = 0, 1, ""
+    blocks, size = 0, 1
+    labels: Mapping[str, str] = {}
     for one in by_name.get(name, ()):
         count, each = one.labels.get(blocks_label, ""), one.labels.get(size_label, "")
         if count.isdigit() and each.isdigit():
             blocks, size = blocks + int(count), max(1, int(each))
-            dtype = one.labels.get("cache_dtype", "")
-    return blocks, size, dtype
+            labels = one.labels
+    return blocks, size, labels
 
 
 def _histogram(

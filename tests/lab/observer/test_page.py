@@ -24,6 +24,15 @@ def test_a_page_of_vllm() -> None:
     assert one.histograms["ttft"] == Histogram((0.1, 1.0), (4.0, 5.0, 1.0), 5.0)
 
 
+def test_a_server_says_whether_it_caches_prefixes() -> None:
+    for said, caches in (("True", True), ("False", False)):
+        page = VLLM.replace("cache_dtype=", f'enable_prefix_caching="{said}",cache_dtype=')
+        (one,) = parse_page(page, "a:8000", 5.0)
+        assert one.caches_prefixes is caches
+    (one,) = parse_page(VLLM, "a:8000", 5.0)
+    assert one.caches_prefixes
+
+
 def test_a_page_of_sglang() -> None:
     (one,) = parse_page(SGLANG, "a:8000", 5.0)
     assert (one.kind, one.capacity_tokens, one.kv_usage) == ("sglang", 64_000, 0.25)
