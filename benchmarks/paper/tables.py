@@ -206,6 +206,7 @@ def agreement() -> list[Row]:
 
 
 PREDICTED = ("drop", "endless")
+STEPS_OF = {"profile": "", "its own": ", with its own steps", "its pace": ", at its own pace"}
 
 
 def prediction() -> list[Row]:
@@ -215,8 +216,7 @@ def prediction() -> list[Row]:
         settings = line["settings"]
         if settings["times"] == 1.0 and settings["system"] in PREDICTED:
             burst = str(settings["of"]).partition("-")[0]
-            if settings["step_times"] != "profile":
-                burst += ", with its own steps"
+            burst += STEPS_OF[settings["step_times"]]
             row = found.setdefault((burst, settings["system"]), {})
             row.setdefault(settings["ratio"], {})[line["name"]] = line["value"]
     columns = ("TTFT P50", "TTFT P90", "TTFT P99")
