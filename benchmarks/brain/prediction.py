@@ -219,10 +219,11 @@ def report_run(
             report.add("most", max(row.simulated), "", **case)
             report.add("error", 100 * row.error, "%", **case)
         missed = [abs(error) for error in misses(one)]
-        case = {"run": path.stem, "step_times": source, "of": "TTFT of each request"}
-        report.add("median error", 100 * statistics.median(missed), "%", **case)
-        near = sum(error <= NEAR for error in missed)
-        report.add(f"within {NEAR:.0%}", 100 * near / len(missed), "%", **case)
+        if missed:
+            case = {"run": path.stem, "step_times": source, "of": "TTFT of each request"}
+            near = sum(error <= NEAR for error in missed)
+            report.add("median error", 100 * statistics.median(missed), "%", **case)
+            report.add(f"within {NEAR:.0%}", 100 * near / len(missed), "%", **case)
 
 
 def misses(one: Simulated) -> list[float]:

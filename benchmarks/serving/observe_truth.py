@@ -1,14 +1,16 @@
 """What `kunserve observe` foretells of a burst, beside the same burst on servers that drop.
 
-    python -m benchmarks.serving.observe_truth [--peers DIR --dtype float32] [--load 0.12]
+    python -m benchmarks.serving.observe_truth [--load 0.12] [--rounds 1]
+    python -m benchmarks.serving.observe_truth --peers DIR --dtype float32 --load 0.06 --end 140
 
 Two servers that do not drop get the first spike of the Azure window in turn, and the observer
 watches them. Then the same requests go to one server of two instances that drops. Each way stands
 there as foretold (simulated from what the observer counted) and as measured at the client, over the
 requests of the episode. With DIR the two servers are vLLM's CPU build (``DIR/vllm``,
-``DIR/smollm2-135m-hf``), and the one that drops computes with its model classes (``--engine vllm``;
-this checkout and what it needs are on PYTHONPATH). Without DIR all are ours. A processor without
-AVX-512 wants ``--dtype float32`` with DIR, because vLLM has no fast bfloat16 there.
+``DIR/smollm2-135m-hf``), and the one that drops computes with its model classes (``--engine
+vllm``): that environment has kunserve too, or finds it by PYTHONPATH. Without DIR all are ours. The
+second line is for a processor without AVX-512, because vLLM has no fast bfloat16 there; it takes
+ten minutes.
 
 Wants a quiet machine: step times are fitted to the fleet before the burst's figures are simulated,
 but a client that waits for a core is in no model.
@@ -101,8 +103,8 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--peers", type=Path)
-    parser.add_argument("--load", type=float, default=0.12)
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="with vLLM; none: ours only")
+    parser.add_argument("--load", type=float, default=0.12, help="share of the trace's requests")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--start", type=float, default=20.0)
     parser.add_argument("--end", type=float, default=220.0)
@@ -209,7 +211,8 @@ def dropping(options: argparse.Namespace) -> OtherServers:
         f"{root}/vllm/bin/python -m kunserve.cli serve {root}/smollm2-135m-hf --engine vllm "
         f"--served-model-name {MODEL} {shared_flags(options, 'drop', 2)}"
     )
-    return OtherServers(command=command, environment={"PYTHONPATH": os.environ["PYTHONPATH"]})
+    found = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return OtherServers(command=command, environment=found)
 
 
 def our_server(
