@@ -118,11 +118,10 @@ def judge(
     num_draws = min(most_draws, most)
     num_tried = min(TRIED * most_draws, most)
     tried = [_draw(episode, profile, made, seed) for seed in range(num_tried)]
-    tried.sort(key=lambda one: one.how_far)
-    draws = [one.rebuilt for one in tried[:num_draws]]
-    scenarios = [one.scenario for one in tried[:num_draws]]
-    ran = [result for one in tried[:num_draws] for result in one.ran]
-    begin_s = draws[0].begin_s
+    draws = sorted(tried, key=lambda one: one.how_far)[:num_draws]
+    scenarios = [one.scenario for one in draws]
+    ran = [result for one in draws for result in one.ran]
+    begin_s, num_left_out = draws[0].rebuilt.begin_s, draws[0].rebuilt.num_left_out
     outcomes = {AS_IT_RAN: _outcome(ran, begin_s, num_draws)}
     for way, run in _ways(scenarios[0].num_instances, _is_fp8(episode)).items():
         outcomes[way] = _outcome([run(one) for one in scenarios], begin_s, num_draws)
@@ -132,7 +131,7 @@ def judge(
         outcomes,
         _alike(episode, ran, begin_s, num_draws),
         outlook(scenarios[0], capacity(scenarios[0])),
-        draws[0].num_left_out,
+        num_left_out,
         factors,
     )
 

@@ -11,6 +11,7 @@ import pytest
 from kunserve_lab.bench.metrics import ttft_s
 from kunserve_lab.compare.simulated.simulation import simulate
 from kunserve_lab.compare.systems import SYSTEMS
+from kunserve_lab.observer.episodes import what_if
 from kunserve_lab.observer.episodes.aside import judge_here
 from kunserve_lab.observer.episodes.episode import Episode
 from kunserve_lab.observer.episodes.rebuild import rebuild
@@ -106,6 +107,32 @@ def test_draws_are_as_near_as_their_first_tokens() -> None:
     assert distance(counted, [1.8] * 10) == pytest.approx(np.log(1.8) + 2 * np.log(2 / 1.8))
     assert distance(counted, [8.0] * 10) > distance(counted, [3.0] * 10) > 1.0
     assert distance(None, [1.0]) == distance(counted, []) == 0.0, "nothing to go by"
+
+
+def test_the_nearest_draws_are_taken(
+    short_of_memory: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a distance that prefers late first tokens, late ones come out, and the reverse."""
+    monkeypatch.setattr(what_if, "_ways", lambda *_: {})
+    found = []
+    for sign in (-1.0, 1.0):
+        monkeypatch.setattr(what_if, "distance", lambda _, ttfts, by=sign: by * sum(ttfts))
+        found.append(short_of_memory.judge().outcomes[AS_IT_RAN].ttft_p50_s)
+    assert found[0] > found[1]
+
+
+def test_replicas_cache_prefixes_as_they_say(short_of_memory: Watched) -> None:
+    session, episode = short_of_memory.session, short_of_memory.greatest
+    profile, _ = session.make_of(episode)
+    workload = rebuild(episode, profile.max_model_len).workload
+    for caches in (True, False):
+        changes = tuple(
+            replace(one, after=replace(one.after, caches_prefixes=caches))
+            for one in episode.changes
+        )
+        said = replace(episode, changes=changes)
+        made = what_if._scenario(profile, workload, said, session.made)
+        assert made.scheduler.enable_prefix_caching is caches
 
 
 def test_step_times_are_found_again(short_of_memory: Watched) -> None:
