@@ -3,6 +3,7 @@
 #define AMX_LINEAR
 #include "typed.h"
 #include "transpose.h"
+#include "factors.h"
 #include "panel_tile.h"
 #include "linear.h"
 #include "amx_linear.h"

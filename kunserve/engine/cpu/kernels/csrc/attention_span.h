@@ -10,7 +10,7 @@
 #define FEW_ROWS 36 /* >= MAX_HEADS_PER_KV_HEAD of attention.py */
 
 /* Softmax numerators, rounded to elements. With AVX2 they lie as floats, because products are. */
-#if defined(WIDENS_X) && !defined(ORDERS_X)
+#if defined(WIDENS_X) && PIECE < LANES
 #define WIDENS_WEIGHTS
 typedef float weight;
 #else

@@ -125,7 +125,7 @@ INLINE void packed_values_of(const int rows, const int width, const attention_bu
       acc[p][i][0] = *sum * piece_splat(b->rescale[row + i]);
     }
     for (long left = keys; left > 0; left -= KEYS_PER_STEP, at += dim * 4) {
-      add_slot(rows, acc, 0, at, weights, SPAN * (long)sizeof(weight));
+      add_slot(rows, 0, acc, 0, at, weights, SPAN * (long)sizeof(weight));
       weights += KEYS_PER_STEP * (long)sizeof(weight);
     }
     UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {

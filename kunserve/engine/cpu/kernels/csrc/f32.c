@@ -2,6 +2,7 @@
 #include "typed.h"
 #include "transpose.h"
 #include "tile.h"
+#include "factors.h"
 #include "panel_tile.h"
 #include "linear.h"
 #include "packed.h"

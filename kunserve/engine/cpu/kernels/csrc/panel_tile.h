@@ -1,5 +1,5 @@
 /* The linears' multiply-accumulate kernel: rows of x against a panel of 16 rows of w. Needs typed.h
- * and transpose.h.
+ * and factors.h.
  *
  * A panel is [step][slot][row][4 bytes]: step s has bytes [16 s, 16 s + 16) of each of its rows,
  * four slots of 4 bytes. So a vector has a slot of all rows, which is multiplied by the same slot of
@@ -7,123 +7,6 @@
  * the four slots are added in a fixed order. So an output is the same bits however many rows share a
  * call. A panel has exactly the bytes of its rows: matrices are put into panels in place. */
 #define PANEL_STEP 256 /* bytes */
-
-/* Factors are what products read of x. Without products of bfloat16 they are floats: x is widened
- * once for many panels, and a vector of w once for a pass. With AVX-512 they also lie in the order in
- * which a pass reads them. Elsewhere they are x as it lies. */
-#if defined(KUN_BF16) && (defined(__AVX512F__) || PIECE < LANES) && !defined(HAS_BF16) && \
-    !defined(AMX_LINEAR)
-#define WIDENS_X
-#ifdef __AVX512F__
-#define ORDERS_X
-#endif
-typedef float factor;
-#else
-typedef elem factor;
-#endif
-#define FACTOR_STEP (16 / (long)sizeof(elem) * (long)sizeof(factor)) /* bytes of x in a step */
-
-/* Rows of x that share a pass over a panel: their sums fill the registers. Where w is widened a pass
- * has as many as it can, because all share that; more than ALL_SLOTS_ROWS take two slots of a panel
- * at a time. With AVX2 more than TWO_SLOTS_ROWS take one. Elsewhere, from two passes on, each has at
- * least half as many: fewer would read the panel more often than memory is waited for. */
-#ifdef ORDERS_X
-#define PASS_ROWS 14
-#define ALL_SLOTS_ROWS 7
-#elif defined(__AVX512F__)
-#define PASS_ROWS 7
-#define LEAST_PASS_ROWS 4
-#elif PIECE < LANES
-#define PASS_ROWS 6
-#define TWO_SLOTS_ROWS 3
-#else
-#define PASS_ROWS 3
-#define LEAST_PASS_ROWS 2
-#endif
-
-/* Into how many passes over a panel so many rows are cut. */
-INLINE int passes_of(long rows) {
-#ifdef LEAST_PASS_ROWS
-  return rows <= PASS_ROWS ? 1 : (int)(rows / LEAST_PASS_ROWS);
-#else
-  return (int)((rows + PASS_ROWS - 1) / PASS_ROWS);
-#endif
-}
-
-#ifdef ORDERS_X
-/* The factors of a pass: [step][slot][odd, even column][row], or slots 0 and 2 of all steps before
- * slots 1 and 3. */
-static void order_pass(float *to, const elem *const *x, int rows, long k) {
-  const long bytes = k * (long)sizeof(elem), pair = 2 * rows;
-  const int halves = rows > ALL_SLOTS_ROWS ? 2 : 1;
-  const __mmask16 those = (__mmask16)((1 << rows) - 1);
-  const char *at[PANEL];
-  char slots[PANEL * 64];
-  for (int r = 0; r < PANEL; r++) at[r] = (const char *)x[r < rows ? r : 0];
-  for (long from = 0; from < bytes; from += 64) {
-    long left = bytes - from < 64 ? bytes - from : 64;
-    transpose_64_bytes(slots, at, from, left);
-    for (int half = 0; half < halves; half++) {
-      float *at_half = to + half * (bytes / 8 * pair);
-      for (long slot = half; slot < left / 4; slot += halves, at_half += pair) {
-        __m512i of_all = _mm512_loadu_si512(slots + slot * 64);
-        __m512i odd = _mm512_and_si512(of_all, _mm512_set1_epi32((int)0xffff0000));
-        _mm512_mask_storeu_epi32(at_half, those, odd);
-        _mm512_mask_storeu_epi32(at_half + rows, those, _mm512_slli_epi32(of_all, 16));
-      }
-    }
-    to += left / 4 / halves * pair;
-  }
-}
-#endif
-
-/* `rows` rows of x as factors, at `to`, for `passes_of` them; those that `which` names, unless it is
- * NULL. */
-INLINE void put_factors(char *restrict to, const elem *restrict x, const int32_t *which, long rows,
-                        long k) {
-#ifdef ORDERS_X
-  int passes = passes_of(rows);
-  for (int pass = 0; pass < passes; pass++) {
-    const elem *of[PASS_ROWS];
-    long first = rows * pass / passes, end = rows * (pass + 1) / passes;
-    for (long i = first; i < end; i++) of[i - first] = x + (which ? which[i] : i) * k;
-    order_pass((float *)to + first * k, of, (int)(end - first), k);
-  }
-#else
-  for (long i = 0; i < rows; i++) {
-    const elem *row = x + (which ? which[i] : i) * k;
-#ifdef WIDENS_X
-    uint32_t *bits = (uint32_t *)to + i * k;
-    for (long c = 0; c < k; c++) bits[c] = (uint32_t)row[c] << 16;
-#else
-    memcpy((factor *)to + i * k, row, (size_t)k * sizeof(factor));
-#endif
-  }
-#endif
-}
-
-/* Where rows of x lie as factors: at `to`, if it is not so already. */
-INLINE const char *factors_of(char *to, const elem *x, long rows, long k) {
-#ifdef WIDENS_X
-  put_factors(to, x, NULL, rows, k);
-  return to;
-#else
-  (void)to;
-  (void)rows;
-  (void)k;
-  return (const char *)x;
-#endif
-}
-
-/* What `factors_of` needs for so many elements. */
-INLINE size_t factor_bytes(long count) {
-#ifdef WIDENS_X
-  return (size_t)count * sizeof(factor);
-#else
-  (void)count;
-  return 0;
-#endif
-}
 
 /* What a pass pulls into the L2 cache meanwhile. A processor's own prefetching reads one run of
  * memory fastest while it is hardly computed with; it only stops at the end of each page. */
@@ -137,9 +20,10 @@ INLINE void open_page(const char *at) {
   __builtin_prefetch(at + 3 * PAGE_BYTES + 64, 0, 2);
 }
 
-/* One slot of one step, of all rows and pieces: acc += w x. What is read of x serves all pieces. */
-INLINE void add_slot(const int rows, pf (*acc)[PASS_ROWS][4], const int slot, const char *panel,
-                     const char *x, long x_stride) {
+/* One slot of one step, of all rows and pieces: acc += w x. What is read of x serves all pieces. Its
+ * factors are `ordered`, or those of a row lie `x_stride` bytes after those of the row before. */
+INLINE void add_slot(const int rows, const int ordered, pf (*acc)[PASS_ROWS][4], const int slot,
+                     const char *panel, const char *x, long x_stride) {
 #ifdef WIDENS_X /* the odd column first, as in `dot_bf16` */
   UNROLL for (int odd = 1; odd >= 0; odd--) {
     pi w[PIECES];
@@ -148,11 +32,8 @@ INLINE void add_slot(const int rows, pf (*acc)[PASS_ROWS][4], const int slot, co
       w[p] = odd ? w[p] & (int32_t)0xffff0000 : w[p] << 16;
     }
     UNROLL for (int i = 0; i < rows; i++) {
-#ifdef ORDERS_X
-      pi factor_of_all = piece_spread(x + 4 * (odd ? i : rows + i));
-#else
-      pi factor_of_all = piece_spread(x + i * x_stride + 4 * odd);
-#endif
+      long at = ordered ? 4 * (odd ? i : rows + i) : i * x_stride + 4 * odd;
+      pi factor_of_all = piece_spread(x + at);
       UNROLL for (int p = 0; p < PIECES; p++) {
         add_product(&acc[p][i][slot], w[p], factor_of_all);
       }
@@ -161,25 +42,27 @@ INLINE void add_slot(const int rows, pf (*acc)[PASS_ROWS][4], const int slot, co
 #else
   pi w[PIECES];
   UNROLL for (int p = 0; p < PIECES; p++) w[p] = *(const pi_u *)(panel + p * PIECE * 4);
-  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int p = 0; p < PIECES; p++) {
+  UNROLL for (int i = 0; i < rows; i++) {
+    pi factor_of_all = piece_spread(x + i * (ordered ? 4 : x_stride));
+    UNROLL for (int p = 0; p < PIECES; p++) {
 #ifdef KUN_BF16
-    acc[p][i][slot] = piece_dot_bf16(acc[p][i][slot], w[p], piece_spread(x + i * x_stride));
+      acc[p][i][slot] = piece_dot_bf16(acc[p][i][slot], w[p], factor_of_all);
 #else
-    add_product(&acc[p][i][slot], w[p], piece_spread(x + i * x_stride));
+      add_product(&acc[p][i][slot], w[p], factor_of_all);
 #endif
+    }
   }
 #endif
 }
 
 /* The slots `slot`, `slot` + `each`, ...; with `each` 2 their sums are added to `out`'s. `lines` (a
  * constant) of `next` are fetched in each step. */
-INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char *panel,
-                           const char *x, long x_stride, long steps, const char *next,
-                           const int slot, const int each) {
+INLINE void panel_slots_of(const int rows, const int lines, const int ordered, vf *out,
+                           const char *panel, const char *x, long x_stride, long steps,
+                           const char *next, const int slot, const int each) {
   pf acc[PIECES][PASS_ROWS][4];
-#ifdef ORDERS_X
-  x += slot * steps * 16 * rows;
-#endif
+  const long of_all = ordered ? rows : 1, turn = FACTOR_STEP / each * of_all;
+  x += ordered ? slot * steps * turn : slot * FACTOR_SLOT;
   UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
     UNROLL for (int c = slot; c < 4; c += each) acc[p][i][c] = (pf){};
   }
@@ -189,13 +72,10 @@ INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char 
       __builtin_prefetch(next + (s * lines + line) * 64, 0, 2);
     }
     UNROLL for (int c = slot; c < 4; c += each) {
-#ifdef ORDERS_X
-      add_slot(rows, acc, c, panel + c * 64, x, x_stride);
-      x += 8 * rows;
-#else
-      add_slot(rows, acc, c, panel + c * 64, x + s * FACTOR_STEP + c * (FACTOR_STEP / 4), x_stride);
-#endif
+      const char *factors = x + (ordered ? c / each * FACTOR_SLOT * rows : (c - slot) * FACTOR_SLOT);
+      add_slot(rows, ordered, acc, c, panel + c * 64, factors, x_stride);
     }
+    x += ordered ? turn : FACTOR_STEP;
   }
   UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
     pf *sums = acc[p][i];
@@ -209,21 +89,23 @@ INLINE void panel_slots_of(const int rows, const int lines, vf *out, const char 
 #if PIECE < LANES
 /* As many rows as the registers can sum one slot of: what is widened of w serves them all, and what
  * is read of x both pieces. What is to be fetched is spread evenly over the slots. */
-INLINE void slot_by_slot(const int rows, const int lines, vf *out, const char *panel,
-                         const char *x, long x_stride, long steps, const char *next) {
+INLINE void slot_by_slot(const int rows, const int lines, const int ordered, vf *out,
+                         const char *panel, const char *x, long x_stride, long steps,
+                         const char *next) {
+  const long step = ordered ? FACTOR_SLOT * rows : FACTOR_STEP;
   vf sums[4][PASS_ROWS];
   _Pragma("GCC unroll 1") for (int slot = 0; slot < 4; slot++) {
     pf acc[PIECES][PASS_ROWS][4];
-    const char *w = panel + slot * 64, *factors = x + slot * (FACTOR_STEP / 4);
+    const char *w = panel + slot * 64, *factors = x + slot * (ordered ? steps * step : FACTOR_SLOT);
     UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
       acc[p][i][0] = (pf){};
     }
-    for (long s = 0; s < steps; s++, w += PANEL_STEP, factors += FACTOR_STEP) {
+    for (long s = 0; s < steps; s++, w += PANEL_STEP, factors += step) {
       if (lines > 0 && s % (lines > 0 ? 4 / lines : 1) == 0) {
         __builtin_prefetch(next, 0, 2);
         next += 64;
       }
-      add_slot(rows, acc, 0, w, factors, x_stride);
+      add_slot(rows, ordered, acc, 0, w, factors, x_stride);
     }
     UNROLL for (int p = 0; p < PIECES; p++) UNROLL for (int i = 0; i < rows; i++) {
       *piece_of(&sums[slot][i], p) = acc[p][i][0];
@@ -239,56 +121,67 @@ INLINE void slot_by_slot(const int rows, const int lines, vf *out, const char *p
 /* One row's sums fit the registers whole, and memory is read once. Where registers are small more
  * rows take two slots at a time, so that what is read of x still serves both pieces. Then the panel
  * is read twice, and each time fetches half of what is to be fetched, so that memory never rests. */
-INLINE void panel_pass_of(const int rows, const int lines, vf *out, const char *panel,
-                          const char *x, long x_stride, long steps, const char *next) {
+INLINE void panel_pass_of(const int rows, const int lines, const int ordered, vf *out,
+                          const char *panel, const char *x, long x_stride, long steps,
+                          const char *next) {
 #if PIECE < LANES
   if (rows > TWO_SLOTS_ROWS) {
-    slot_by_slot(rows, lines, out, panel, x, x_stride, steps, next);
+    slot_by_slot(rows, lines, ordered, out, panel, x, x_stride, steps, next);
     return;
   }
 #endif
-#ifdef ORDERS_X
-  const int each = rows <= ALL_SLOTS_ROWS ? 1 : 2;
-#else
-  const int each = rows == 1 || PIECES == 1 ? 1 : 2;
-#endif
+  const int each = turns_of(rows);
   const int halves = PIECES > 1 && each == 2 && lines > 1;
   UNROLL for (int slot = 0; slot < each; slot++) {
     const int fetched = halves ? lines / 2 : slot == 0 || lines == OPEN_PAGES ? lines : 0;
     const char *from = halves ? next + slot * steps * fetched * 64 : next;
-    panel_slots_of(rows, fetched, out, panel, x, x_stride, steps, from, slot, each);
+    panel_slots_of(rows, fetched, ordered, out, panel, x, x_stride, steps, from, slot, each);
   }
 }
 
-#define PASS(lines, rows)                                             \
-  case rows:                                                          \
-    panel_pass_of(rows, lines, out, panel, x, x_stride, steps, next); \
+#define PASS(lines, ordered, rows)                                             \
+  case rows:                                                                   \
+    panel_pass_of(rows, lines, ordered, out, panel, x, x_stride, steps, next); \
     break;
-#ifdef ORDERS_X
-#define MORE_PASSES(lines)                                                                  \
-  PASS(lines, 4) PASS(lines, 5) PASS(lines, 6) PASS(lines, 7) PASS(lines, 8) PASS(lines, 9) \
-  PASS(lines, 10) PASS(lines, 11) PASS(lines, 12) PASS(lines, 13) PASS(lines, 14)
+#define PASSES_1_TO_3(lines, ordered) \
+  PASS(lines, ordered, 1) PASS(lines, ordered, 2) PASS(lines, ordered, 3)
+#define PASSES_4_TO_6(lines, ordered) \
+  PASS(lines, ordered, 4) PASS(lines, ordered, 5) PASS(lines, ordered, 6)
+#if PIECE < LANES
+#define MORE_PASSES(lines, ordered) PASSES_4_TO_6(lines, ordered)
+#elif defined(ORDERS_X)
+#define MORE_PASSES(lines, ordered)                                                    \
+  PASSES_4_TO_6(lines, ordered) PASS(lines, ordered, 7)                                \
+  PASS(lines, ordered, 8) PASS(lines, ordered, 9) PASS(lines, ordered, 10)             \
+  PASS(lines, ordered, 11) PASS(lines, ordered, 12) PASS(lines, ordered, 13)           \
+  PASS(lines, ordered, 14)
 #elif defined(__AVX512F__)
-#define MORE_PASSES(lines) PASS(lines, 4) PASS(lines, 5) PASS(lines, 6) PASS(lines, 7)
-#elif PIECE < LANES
-#define MORE_PASSES(lines) PASS(lines, 4) PASS(lines, 5) PASS(lines, 6)
+#define MORE_PASSES(lines, ordered) PASSES_4_TO_6(lines, ordered) PASS(lines, ordered, 7)
 #else
-#define MORE_PASSES(lines)
+#define MORE_PASSES(lines, ordered)
 #endif
-#define PASSES(name, lines)                                                                       \
+#define PASSES(name, lines, ordered)                                                              \
   static void name(int rows, vf *out, const char *panel, const char *x, long x_stride, long steps, \
                    const char *next) {                                                            \
-    switch (rows) {                                                                               \
-      PASS(lines, 1) PASS(lines, 2) PASS(lines, 3) MORE_PASSES(lines)                             \
-    }                                                                                             \
+    switch (rows) { PASSES_1_TO_3(lines, ordered) MORE_PASSES(lines, ordered) }                   \
   }
-PASSES(pass_opening_pages, OPEN_PAGES)
-PASSES(pass_fetching_nothing, 0)
-PASSES(pass_fetching_a_quarter, 1)
-PASSES(pass_fetching_half, 2)
-PASSES(pass_fetching_all, 4)
+#ifdef ORDERS_X
+#define ORDERED 1
+#else
+#define ORDERED 0
+#endif
+PASSES(pass_opening_pages, OPEN_PAGES, ORDERED)
+PASSES(pass_fetching_nothing, 0, ORDERED)
+PASSES(pass_fetching_a_quarter, 1, ORDERED)
+PASSES(pass_fetching_half, 2, ORDERED)
+PASSES(pass_fetching_all, 4, ORDERED)
+#if PIECE < LANES
+PASSES(pass_of_rows, 0, 0) /* of factors as `put_rows` leaves them */
+#endif
 #undef PASSES
 #undef MORE_PASSES
+#undef PASSES_4_TO_6
+#undef PASSES_1_TO_3
 #undef PASS
 
 /* Rows: up to here little but memory is waited for, and the panel is read once. */
@@ -298,8 +191,9 @@ PASSES(pass_fetching_all, 4)
 #define HARDLY_COMPUTED 5
 #endif
 
-/* out[i] = the 16 dot products of x's row i (factors, `x_stride` bytes after row i - 1) with the
- * panel, for pass `pass` of `passes`. Together the passes fetch `next`, the panel after it. */
+/* out[i] = the 16 dot products of x's row i (factors; unless they are ordered, `x_stride` bytes after
+ * row i - 1) with the panel, for pass `pass` of `passes`. Together the passes fetch `next`, the panel
+ * after it. */
 INLINE void panel_tile(int pass, int passes, int rows, vf *out, const char *panel, const char *x,
                        long x_stride, long row_bytes, const char *next) {
   long steps = row_bytes / 16;

@@ -23,8 +23,7 @@ static void score_panel(attention_buffers *b, const char *panel, float *scores, 
   for (long row = first; row < rows; row += height) {
     int count = (int)(rows - row < height ? rows - row : height);
 #if PIECE < LANES
-    pass_fetching_nothing(count, out, b->keys, b->spread + row * x_stride, x_stride, row_bytes / 16,
-                          NULL);
+    pass_of_rows(count, out, b->keys, b->spread + row * x_stride, x_stride, row_bytes / 16, NULL);
 #else
     tile(count, out, b->keys, (const char *)b->q + row * row_bytes, row_bytes, row_bytes / 16);
 #endif
