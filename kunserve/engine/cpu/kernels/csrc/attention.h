@@ -196,7 +196,7 @@ static attention_plan plan_attention(const kun_model *model, const kun_batch *ba
   }
   if (rows == 0) return plan;
   size_t counts = (size_t)(batch->num_seqs + 15) / 16 * 64;
-  char *shared = pool_shared(counts + (size_t)(rows * (model->head_dim + 2)) * 4);
+  char *shared = pool_shared(POOL_ATTENTION, counts + (size_t)(rows * (model->head_dim + 2)) * 4);
   memset(shared, 0, counts);
   plan.arrived = (atomic_int *)shared;
   plan.parts = (float *)(shared + counts);

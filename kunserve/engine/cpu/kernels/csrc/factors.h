@@ -169,21 +169,26 @@ INLINE void put_rows(char *restrict to, const elem *restrict x, const int32_t *w
   }
 }
 
+/* What pass `pass` of `rows` rows of x reads, at its place behind `to`; see `put_factors`. */
+INLINE void put_pass(char *restrict to, const elem *restrict x, const int32_t *which, long rows,
+                     long k, int pass) {
+  long passes = passes_of(rows), first = rows * pass / passes, end = rows * (pass + 1) / passes;
+#ifdef ORDERS_X
+  const elem *of[PASS_ROWS];
+  for (long i = first; i < end; i++) of[i - first] = row_of(x, which, i, k);
+  order_pass((float *)to + first * k, of, (int)(end - first), k);
+#else
+  for (long i = first; i < end; i++) {
+    put_rows(to + i * k * (long)sizeof(factor), row_of(x, which, i, k), NULL, 1, k);
+  }
+#endif
+}
+
 /* `rows` rows of x as factors, at `to`, for `passes_of` them; those that `which` names, unless it is
  * NULL. */
 INLINE void put_factors(char *restrict to, const elem *restrict x, const int32_t *which, long rows,
                         long k) {
-#ifdef ORDERS_X
-  int passes = passes_of(rows);
-  for (int pass = 0; pass < passes; pass++) {
-    const elem *of[PASS_ROWS];
-    long first = rows * pass / passes, end = rows * (pass + 1) / passes;
-    for (long i = first; i < end; i++) of[i - first] = row_of(x, which, i, k);
-    order_pass((float *)to + first * k, of, (int)(end - first), k);
-  }
-#else
-  put_rows(to, x, which, rows, k);
-#endif
+  for (int pass = 0; pass < passes_of(rows); pass++) put_pass(to, x, which, rows, k, pass);
 }
 
 /* Whether rows of x are not factors as they lie. */

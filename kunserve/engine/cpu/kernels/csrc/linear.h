@@ -213,34 +213,82 @@ static void panel_pass(const linear_job *job, char *scratch, long panel, const c
   else plain_passes(job, at, column, x, first, end, next);
 }
 
-/* Run inside a pool job; the caller puts a barrier before and after. */
-static void linear_part(const linear_job *job, int thread) {
+/* Where the rows of a block begin. */
+INLINE long row_of_block(const linear_job *job, long block) {
+  return job->m * block / blocks_of(job->m, job->k * (long)sizeof(factor));
+}
+
+/* Blocks [start, stop) of rows. Their factors begin at `ready`, or each thread makes them. */
+static void linear_blocks(const linear_job *job, int thread, long start, long stop,
+                          const char *ready) {
   long row_bytes = job->k * (long)sizeof(elem), columns = panel_columns(job);
-  long panels = (job->n + columns - 1) / columns;
-  long row_blocks = blocks_of(job->m, job->k * (long)sizeof(factor));
+  long panels = (job->n + columns - 1) / columns, row_blocks = stop - start;
   /* Long runs of panels keep memory streaming; short ones share compute evenly with whoever else
    * wants the cores. */
   long chunk = job->m > STREAMING_ROWS ? 2 : panels / (kun_threads() * 10) + 1;
   long chunks = (panels + chunk - 1) / chunk, pieces = chunks * row_blocks;
-  size_t widened = factor_bytes((job->m + row_blocks - 1) / row_blocks * job->k);
+  long most_rows = (job->m + stop - 1) / stop; /* of a block, if not `ready` */
+  size_t widened = ready ? 0 : factor_bytes(most_rows * job->k);
   char *scratch = pool_scratch(thread, (size_t)(row_bytes * PANEL) + widened);
   const char *x = NULL;
-  long ready = -1, first = 0, end = 0; /* the block of rows whose factors are at x */
+  long now = -1, first = 0, end = 0; /* the block of rows whose factors are at x */
   for (long piece = pool_take(), following; piece < pieces; piece = following) {
-    long block = piece / chunks, from = piece % chunks * chunk;
+    long block = start + piece / chunks, from = piece % chunks * chunk;
     long to = from + chunk < panels ? from + chunk : panels;
     following = pool_take(); /* already now: its first panel is fetched with this one's last */
-    if (block != ready) {
-      ready = block;
-      first = job->m * block / row_blocks;
-      end = job->m * (block + 1) / row_blocks;
-      x = factors_of(scratch + row_bytes * PANEL, job->x + first * job->k, end - first, job->k);
+    if (block != now) {
+      now = block;
+      first = row_of_block(job, block);
+      end = row_of_block(job, block + 1);
+      x = ready;
+      if (x != NULL) x += (first - row_of_block(job, start)) * job->k * (long)sizeof(factor);
+      else x = factors_of(scratch + row_bytes * PANEL, job->x + first * job->k, end - first, job->k);
     }
     for (long panel = from; panel < to; panel++) {
       long next = panel + 1 < to ? panel + 1 : following % chunks * chunk;
       panel_pass(job, scratch, panel, x, first, end, panel_at(job, next));
     }
   }
+}
+
+#ifdef ORDERS_X
+#define OWN_FACTORS 128 /* rows times threads: up to here each makes all, sooner than they meet */
+
+static void make_factor_room(void *bytes) { pool_shared(POOL_FACTORS, *(size_t *)bytes); }
+
+/* The same in rounds: all threads make the factors of a block for each of them, and then multiply. */
+static void linear_in_rounds(const linear_job *job, int thread, long row_blocks) {
+  for (long from = 0; from < row_blocks; from += kun_threads()) {
+    long to = from + kun_threads() < row_blocks ? from + kun_threads() : row_blocks;
+    long start = row_of_block(job, from), rows = row_of_block(job, to) - start;
+    size_t bytes = factor_bytes(rows * job->k);
+    pool_barrier_around(make_factor_room, &bytes);
+    char *factors = pool_shared(POOL_FACTORS, bytes);
+    long passes = passes_of((job->m + row_blocks - 1) / row_blocks); /* of the largest block */
+    for (long piece = pool_take(); piece < (to - from) * passes; piece = pool_take()) {
+      long block = from + piece / passes, pass = piece % passes;
+      long first = row_of_block(job, block), count = row_of_block(job, block + 1) - first;
+      char *at = factors + (first - start) * job->k * (long)sizeof(factor);
+      if (pass < passes_of(count)) {
+        put_pass(at, job->x + first * job->k, NULL, count, job->k, (int)pass);
+      }
+    }
+    pool_barrier();
+    linear_blocks(job, thread, from, to, factors);
+  }
+}
+#endif
+
+/* Run inside a pool job; the caller puts a barrier before and after. */
+static void linear_part(const linear_job *job, int thread) {
+  long row_blocks = blocks_of(job->m, job->k * (long)sizeof(factor));
+#ifdef ORDERS_X
+  if (kun_threads() > 1 && job->m * kun_threads() > OWN_FACTORS) {
+    linear_in_rounds(job, thread, row_blocks);
+    return;
+  }
+#endif
+  linear_blocks(job, thread, 0, row_blocks, NULL);
 }
 
 static void linear_job_fn(void *arg, int thread) { linear_part(arg, thread); }

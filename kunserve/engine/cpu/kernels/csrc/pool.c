@@ -50,7 +50,7 @@ static pthread_mutex_t running = PTHREAD_MUTEX_INITIALIZER;
 static struct {
   _Alignas(128) void *memory;
   size_t bytes;
-} scratch[MAX_THREADS + 1]; /* the last is shared */
+} scratch[MAX_THREADS + POOL_USES]; /* the last ones are shared */
 static spinner idle = {.most_ns = 2000000};
 static spinner at_barrier = {.most_ns = 20000000}; /* others compute: longer than their slices */
 
@@ -141,7 +141,7 @@ void *pool_scratch(int thread, size_t bytes) {
   return scratch[thread].memory;
 }
 
-void *pool_shared(size_t bytes) { return pool_scratch(MAX_THREADS, bytes); }
+void *pool_shared(int use, size_t bytes) { return pool_scratch(MAX_THREADS + use, bytes); }
 
 /* In a child of fork() no worker exists, and a caller may have held the lock. */
 static void forget_workers(void) {

@@ -19,7 +19,9 @@ void pool_barrier_around(void (*alone)(void *), void *arg);
 long pool_take(void);
 /* Memory that belongs to this thread, 64-byte aligned, valid until its next call. */
 void *pool_scratch(int thread, size_t bytes);
-/* Memory that all threads of a job share, from one thread's call on; valid until the next call. */
-void *pool_shared(size_t bytes);
+/* Memory that all threads of a job share, for each use of its own, from one thread's call on; valid
+ * until one calls for more. */
+enum { POOL_ATTENTION, POOL_FACTORS, POOL_USES };
+void *pool_shared(int use, size_t bytes);
 
 #endif
