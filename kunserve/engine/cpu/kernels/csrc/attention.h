@@ -114,7 +114,7 @@ static void open_piece(const attention_job *job, const attention_piece *piece,
     for (long h = 0, per_head = piece->queries * group; h < piece->num_kv_heads; h++) {
       long from = h * per_head * dim;
       char *factors = b->spread + SPREAD_BYTES(from * (long)sizeof(elem));
-      put_rows(factors, b->q + from, NULL, per_head, dim);
+      put_rows(factors, b->q + from, per_head, dim);
     }
 #endif
   }

@@ -12,7 +12,7 @@ typedef float factor;
 #else
 typedef elem factor;
 #endif
-#if !defined(AMX_LINEAR) && (PIECE < LANES || (defined(WIDENS_X) && defined(__AVX512F__)))
+#if defined(WIDENS_X) || (PIECE < LANES && !defined(AMX_LINEAR))
 #define ORDERS_X
 #endif
 #define FACTOR_STEP (16 / (long)sizeof(elem) * (long)sizeof(factor)) /* bytes of x in a step */
@@ -53,7 +53,8 @@ INLINE int turns_of(int rows) {
 #elif defined(ORDERS_X)
   return rows <= ALL_SLOTS_ROWS ? 1 : 2;
 #else
-  return rows == 1 || PIECES == 1 ? 1 : 2;
+  (void)rows;
+  return 1;
 #endif
 }
 
@@ -156,17 +157,13 @@ INLINE const elem *row_of(const elem *x, const int32_t *which, long i, long k) {
 }
 
 /* The factors of some rows, each as it lies. */
-INLINE void put_rows(char *restrict to, const elem *restrict x, const int32_t *which, long rows,
-                     long k) {
-  for (long i = 0; i < rows; i++) {
-    const elem *row = row_of(x, which, i, k);
+INLINE void put_rows(char *restrict to, const elem *restrict x, long rows, long k) {
 #ifdef WIDENS_X
-    uint32_t *bits = (uint32_t *)to + i * k;
-    for (long c = 0; c < k; c++) bits[c] = (uint32_t)row[c] << 16;
+  uint32_t *bits = (uint32_t *)to;
+  for (long i = 0; i < rows * k; i++) bits[i] = (uint32_t)x[i] << 16;
 #else
-    memcpy((factor *)to + i * k, row, (size_t)k * sizeof(factor));
+  memcpy(to, x, (size_t)(rows * k) * sizeof(factor));
 #endif
-  }
 }
 
 /* What pass `pass` of `rows` rows of x reads, at its place behind `to`; see `put_factors`. */
@@ -179,7 +176,7 @@ INLINE void put_pass(char *restrict to, const elem *restrict x, const int32_t *w
   order_pass((float *)to + first * k, of, (int)(end - first), k);
 #else
   for (long i = first; i < end; i++) {
-    put_rows(to + i * k * (long)sizeof(factor), row_of(x, which, i, k), NULL, 1, k);
+    put_rows(to + i * k * (long)sizeof(factor), row_of(x, which, i, k), 1, k);
   }
 #endif
 }
@@ -211,7 +208,7 @@ INLINE const char *factors_of(char *to, const elem *x, long rows, long k) {
 
 /* What `factors_of` needs for so many elements. */
 INLINE size_t factor_bytes(long count) {
-#if defined(WIDENS_X) || defined(ORDERS_X)
+#ifdef ORDERS_X
   return (size_t)count * sizeof(factor);
 #else
   (void)count;

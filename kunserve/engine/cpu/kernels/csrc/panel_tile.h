@@ -125,7 +125,7 @@ INLINE void panel_pass_of(const int rows, const int lines, const int ordered, vf
                           const char *panel, const char *x, long x_stride, long steps,
                           const char *next) {
 #if PIECE < LANES
-  if (rows > TWO_SLOTS_ROWS) {
+  if (turns_of(rows) == 4) {
     slot_by_slot(rows, lines, ordered, out, panel, x, x_stride, steps, next);
     return;
   }
