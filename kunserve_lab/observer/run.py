@@ -5,7 +5,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import aiohttp
@@ -20,7 +20,7 @@ from kunserve_lab.observer.output.show import Shower, shower_of
 from kunserve_lab.observer.readings.clock import now_s
 from kunserve_lab.observer.readings.page import Reading
 from kunserve_lab.observer.readings.prometheus import read_prometheus, seconds_of
-from kunserve_lab.observer.readings.record import Recorder, by_moment, read_record, usual_period_s
+from kunserve_lab.observer.readings.record import Record, Recorder, by_moment
 from kunserve_lab.observer.readings.scrape import Scraper
 from kunserve_lab.observer.session import Session
 from kunserve_lab.observer.settings import Settings
@@ -29,6 +29,8 @@ FIRST_S = 15.0
 """In which the first server must have answered."""
 MOST_EPISODES = 500
 """That a report tells of; of more, the newest."""
+MOST_ON_PAGE = 10
+"""That the live page shows: it is drawn again and again."""
 
 
 class Observer:
@@ -49,31 +51,28 @@ class Observer:
         settings = self.settings
         self._check_report()
         if settings.file is not None:
-            readings = read_record(settings.file)
-            period_s = usual_period_s(readings)
+            record = Record(settings.file)
+            readings, period_s = iter(record), record.period_s
+            if record.num_left_out:
+                lines = f"{record.num_left_out} line{'s' if record.num_left_out > 1 else ''}"
+                print(f"{settings.file}: {lines} left out, cut or broken", file=sys.stderr)
         else:
             assert settings.prometheus is not None
-            period_s = settings.step_s
-            readings = asyncio.run(
-                read_prometheus(
-                    settings.prometheus,
-                    seconds_of(settings.since),
-                    period_s,
-                    time.time(),
-                    settings.selector,
-                )
+            since_s, period_s = seconds_of(settings.since), settings.step_s
+            readings = read_prometheus(
+                settings.prometheus, since_s, period_s, time.time(), settings.selector
             )
         self._session = Session(settings.made, period_s)
         judging = JudgingAll(self._tell)
-        try:
+        with contextlib.ExitStack() as last:
+            last.callback(self._write_report)
+            last.callback(self._shower.close)
+            last.callback(judging.close)
             self._replay(readings, period_s, judging)
             judging.finish()
-        finally:
-            judging.close()
-            self._shower.close()
         self._conclude()
 
-    def _replay(self, readings: Sequence[Reading], period_s: float, judging: JudgingAll) -> None:
+    def _replay(self, readings: Iterable[Reading], period_s: float, judging: JudgingAll) -> None:
         for group in by_moment(readings, period_s):
             view, episode = self._session.feed(group, max(one.time_s for one in group))
             if self.settings.as_json:
@@ -97,21 +96,21 @@ class Observer:
         scraper = Scraper(settings.urls, settings.period_s, settings.api_key)
         judging = Judging(self._tell)
         recorder = None if settings.record is None else Recorder(settings.record)
-        async with aiohttp.ClientSession() as session:
-            try:
-                await self._open_endpoint()
-                scraper.start(session)
-                await _first_answer(scraper, stop)
-                judging.start()
-                await self._look_on(scraper, judging, recorder, stop)
-            finally:
-                await scraper.stop()
-                await judging.finish()
-                self._shower.close()
-                if self._endpoint is not None:
-                    await self._endpoint.stop()
-                if recorder is not None:
-                    recorder.close()
+        # Whatever goes wrong, and also with one of these: all of them, the last one first.
+        async with contextlib.AsyncExitStack() as last:
+            last.callback(self._write_report)
+            if recorder is not None:
+                last.callback(recorder.close)
+            last.push_async_callback(self._close_endpoint)
+            last.callback(self._shower.close)
+            last.push_async_callback(judging.finish)
+            session = await last.enter_async_context(aiohttp.ClientSession())
+            last.push_async_callback(scraper.stop)
+            await self._open_endpoint()
+            scraper.start(session)
+            await _first_answer(scraper, stop)
+            judging.start()
+            await self._look_on(scraper, judging, recorder, stop)
         self._conclude()
 
     async def _look_on(
@@ -126,6 +125,8 @@ class Observer:
                 recorder.write(readings)
             view, episode = session.feed(readings, now_s())
             self._errors = scraper.errors | session.refused
+            if recorder is not None and recorder.error is not None:
+                self._errors["--record"] = recorder.error
             self._shower.show(view, self._errors)
             if self._endpoint is not None:
                 self._endpoint.show(view)
@@ -144,12 +145,16 @@ class Observer:
             port = await self._endpoint.start(self.settings.host, self.settings.port)
             print(f"http://{self.settings.host}:{port}/ and /metrics", file=sys.stderr)
 
+    async def _close_endpoint(self) -> None:
+        if self._endpoint is not None:
+            await self._endpoint.stop()
+
     # What both do
 
     def page(self) -> str:
-        """The fleet now, and the report so far."""
+        """The fleet now, and the report so far: its newest episodes."""
         points, judged = tuple(self._session.history), tuple(self.judged)
-        return report_html(points, judged, self._conditions(), self._errors)
+        return report_html(points, judged, self._conditions(), self._errors, MOST_ON_PAGE)
 
     def _tell(self, judged: Judged) -> None:
         self.judged = [*self.judged, judged][-MOST_EPISODES:]
@@ -158,11 +163,14 @@ class Observer:
             self._endpoint.metrics.tell(judged)
 
     def _conclude(self) -> None:
-        """The whole time in a sentence, and the report."""
-        history = tuple(self._session.history)
+        """The whole time in a sentence."""
         if not self.settings.as_json:
-            print(summary(history, self.judged))
-        if self.settings.report is not None:
+            print(summary(self._session.history, self.judged))
+
+    def _write_report(self) -> None:
+        """Where one is asked for and something was seen, also if the watching ended by an error."""
+        history = tuple(self._session.history)
+        if self.settings.report is not None and history:
             with _told(self.settings.report):
                 write_report(self.settings.report, history, self.judged, self._conditions())
 

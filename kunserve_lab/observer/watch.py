@@ -5,7 +5,7 @@ what the overload policy ``observe`` runs (`control.cluster.observed`): one brai
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kunserve.control.cluster.commands import LogObserved, Outbox
@@ -18,17 +18,23 @@ from kunserve.core.snapshots import ObservedDrops
 from kunserve.core.step import Chunk
 from kunserve.policy.drop.decide import DropView
 from kunserve.policy.drop.monitor import ClusterLoadView, MonitorState, free_blocks, observe
-from kunserve_lab.observer.readings.change import Change
+from kunserve_lab.observer.readings.change import Change, change_of
 from kunserve_lab.observer.readings.page import Reading
+from kunserve_lab.observer.trend import Trend
 from kunserve_lab.sim.fluid import DROP_S
 from kunserve_lab.sim.profile import InstanceProfile
 
 STALE_S = 5.0
 """A reading older than this, and older than three periods, is not taken for the present."""
-TREND_S = 10.0
-"""Over which demand's slope is taken."""
+TREND_S, PROMPTS_TREND_S = 10.0, 30.0
+"""Over which slopes are taken: of demand for memory, and of the time that prompts take, which
+differs more from look to look."""
 FORECAST_S = 30.0
 """Beyond it nothing is foretold."""
+LENGTHS_S, NUM_KEPT = 300.0, 10
+"""Lengths are of requests that ended in this time, by so many readings in it."""
+LEAST_ENDED = 20
+"""Of fewer requests lengths are chance: then they are of all since the server began."""
 QUEUE_S = 2.0
 """So much work in the prompts that wait is a queue; less is a step's turn."""
 BUSY_SHARE = 0.9
@@ -54,6 +60,8 @@ class ReplicaView:
     compute_short: bool
     full_in_s: float | None
     """Until demand exceeds the memory, if it goes on so; None: not within `FORECAST_S`."""
+    busy_in_s: float | None = None
+    """Until prompts take all of its compute; the same."""
 
     @property
     def state(self) -> str:
@@ -91,6 +99,13 @@ class FleetView:
             return 0.0
         return min((o.full_in_s for o in self.present if o.full_in_s is not None), default=None)
 
+    @property
+    def busy_in_s(self) -> float | None:
+        """Until the first replica's compute is short; 0 where one is."""
+        if any(one.compute_short for one in self.present):
+            return 0.0
+        return min((o.busy_in_s for o in self.present if o.busy_in_s is not None), default=None)
+
 
 class Watch:
     """Looks at readings, one moment after the other."""
@@ -102,13 +117,15 @@ class Watch:
         self._config = OverloadConfig(policy="observe")
         self._monitor = MonitorState()
         self._outbox = Outbox()
-        self._observation = Observation(self._config, self._outbox)
+        self._observation = Observation(self._config, self._outbox, self._name)
         self._ids: dict[str, GroupId] = {}
         self._numbers: dict[str, int] = {}
         self._readings: dict[str, Reading] = {}
         self._changes: dict[str, Change] = {}
         self._lost: dict[str, int] = {}
-        self._trends: dict[str, deque[tuple[float, float]]] = {}
+        self._older: dict[str, deque[Reading]] = {}
+        self._demand: dict[str, Trend] = {}
+        self._prompts: dict[str, Trend] = {}
 
     def add(self, replica: str, preset: InstanceProfile) -> None:
         """A replica that was not known, or the corrected make of one that is."""
@@ -120,6 +137,11 @@ class Watch:
         self._ids.setdefault(name, GroupId(len(self._ids)))
         self._numbers[name] = self._numbers.get(name, 0) + 1
         self._readings[name] = reading
+        older = self._older.setdefault(name, deque(maxlen=NUM_KEPT + 1))
+        if change is not None and change.began_anew:
+            older.clear()
+        if not older or reading.time_s - older[-1].time_s >= LENGTHS_S / NUM_KEPT:
+            older.append(reading)
         if change is None:
             return
         self._changes[name] = change
@@ -153,6 +175,9 @@ class Watch:
             decided=decided,
         )
 
+    def _name(self, group_id: GroupId) -> str:
+        return next(name for name, one in self._ids.items() if one == group_id)
+
     def _block_size(self) -> int:
         return next((one.block_size for one in self._readings.values()), 1)
 
@@ -184,13 +209,17 @@ class Watch:
         return GroupLoad(report, blocks, undropped_blocks=blocks)
 
     def _lengths(self, reading: Reading) -> tuple[float, float]:
-        """Mean tokens of its prompts and answers so far."""
+        """Mean tokens of its prompts and answers, lately or since it began."""
+        histograms, counters = reading.histograms, reading.counters
+        lately = change_of(self._older[reading.replica][0], reading)
+        if lately.amounts.get("finished", 0.0) >= LEAST_ENDED:
+            histograms, counters = lately.histograms, lately.amounts
         means = []
         for name, counter in (("input_tokens", "prompt_tokens"),
                               ("output_tokens", "generation_tokens")):  # fmt: skip
-            found = reading.histograms.get(name)
-            num_ended = max(1.0, reading.counters.get("finished", 0.0))
-            each = reading.counters.get(counter, 0.0) / num_ended
+            found = histograms.get(name)
+            num_ended = max(1.0, counters.get("finished", 0.0))
+            each = counters.get(counter, 0.0) / num_ended
             means.append((found.mean if found else None) or each)
         return means[0], means[1]
 
@@ -236,8 +265,10 @@ class Watch:
     ) -> ReplicaView:
         change = self._changes.get(reading.replica)
         demand = 0.0 if load is None else load.need_blocks / max(1, reading.capacity_blocks)
+        prompt_share = self._prompt_share_of(reading.replica)
+        full_in_s, busy_in_s = self._foretell(reading.replica, load, demand, prompt_share, now_s)
         has_room = load is not None and load.report.head_of_line_blocks <= free_blocks(load.report)
-        is_busy = self._prompt_share_of(reading.replica) > BUSY_SHARE
+        is_busy = prompt_share > BUSY_SHARE
         queued = 0 if load is None else load.report.waiting_tokens
         queues = queued * self._token_s(reading.replica) > QUEUE_S
         return ReplicaView(
@@ -251,30 +282,23 @@ class Watch:
             arrivals_per_s=0.0 if change is None else change.num_arrived / change.elapsed_s,
             memory_short=memory_short,
             compute_short=queues and (is_busy or (has_room and not memory_short)),
-            full_in_s=self._full_in_s(reading.replica, demand, now_s),
+            full_in_s=full_in_s,
+            busy_in_s=busy_in_s,
         )
 
-    def _full_in_s(self, name: str, demand: float, now_s: float) -> float | None:
-        trend = self._trends.setdefault(name, deque(maxlen=100))
-        if not trend or trend[-1][0] < now_s:
-            trend.append((now_s, demand))
-        while len(trend) > 2 and now_s - trend[0][0] > TREND_S:
-            trend.popleft()
-        slope = slope_of(trend)
-        if demand >= 1.0:
-            return 0.0
-        if slope <= 0.0 or (1.0 - demand) / slope > FORECAST_S:
-            return None
-        return (1.0 - demand) / slope
-
-
-def slope_of(points: Sequence[tuple[float, float]]) -> float:
-    """By least squares, per second; 0 of fewer than three points."""
-    if len(points) < 3:
-        return 0.0
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    if spread <= 0.0:
-        return 0.0
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    def _foretell(
+        self, name: str, load: GroupLoad | None, demand: float, prompt_share: float, now_s: float
+    ) -> tuple[float | None, float | None]:
+        """Until memory and compute are short. Of one that is silent nothing is known, nor what it
+        did meanwhile when it speaks again.
+        """
+        demands = self._demand.setdefault(name, Trend(TREND_S))
+        prompts = self._prompts.setdefault(name, Trend(PROMPTS_TREND_S))
+        if load is None:
+            demands.clear()
+            prompts.clear()
+            return None, None
+        demands.add(now_s, demand)
+        prompts.add(now_s, prompt_share)
+        full_in_s = 0.0 if demand >= 1.0 else demands.reaches_in_s(1.0, FORECAST_S)
+        return full_in_s, prompts.reaches_in_s(BUSY_SHARE, FORECAST_S)

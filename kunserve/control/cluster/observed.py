@@ -4,7 +4,7 @@ The monitor and Algorithm 1 see the groups as they would stand had they merged (
 So an operator learns from a day of real traffic what drops would have gained there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from kunserve.control.cluster.commands import LogObserved, Outbox
@@ -49,9 +49,13 @@ class _Imagined:
 class Observation:
     """Knows which groups would be merged now, and what that would have gained so far."""
 
-    def __init__(self, config: OverloadConfig, outbox: Outbox) -> None:
+    def __init__(
+        self, config: OverloadConfig, outbox: Outbox, name: Callable[[GroupId], str] = str
+    ) -> None:
+        """``name`` is what people call a real group."""
         self._config = config
         self._outbox = outbox
+        self._name = name
         self._monitor = MonitorState()
         self._merged: dict[GroupId, _Imagined] = {}
         self._next_id = FIRST_ID
@@ -68,8 +72,8 @@ class Observation:
     def texts(self) -> tuple[str, ...]:
         """For people: what would stand now."""
         return tuple(
-            f"groups {_names(one.parts)} would be merged, and {one.num_admitted} more requests "
-            "would run (observed only)"
+            f"groups {self._names(one.parts)} would be merged, and {one.num_admitted} more "
+            "requests would run (observed only)"
             for one in self._merged.values()
         )
 
@@ -161,7 +165,7 @@ class Observation:
         )
         self._outbox.append(
             LogObserved(
-                f"drop groups={_names(parts)} bytes={merge.freed_bytes} "
+                f"drop groups={self._names(parts)} bytes={merge.freed_bytes} "
                 f"blocks={merge.gain_blocks} trigger={verdict.trigger!r} "
                 f"memory_free_again_s={verdict.wait_s:.2f}"
             )
@@ -173,11 +177,10 @@ class Observation:
         self._totals = replace(self._totals, num_restores=self._totals.num_restores + 1)
         self._outbox.append(
             LogObserved(
-                f"restore groups={_names(one.parts)} after_s={now_s - one.began_s:.1f} "
+                f"restore groups={self._names(one.parts)} after_s={now_s - one.began_s:.1f} "
                 f"requests_admitted={one.most_admitted} waiting_avoided_s={one.wait_s:.1f}"
             )
         )
 
-
-def _names(groups: list[GroupLayout] | tuple[GroupLayout, ...]) -> str:
-    return "+".join(str(layout.group_id) for layout in groups)
+    def _names(self, groups: Iterable[GroupLayout]) -> str:
+        return "+".join(self._name(layout.group_id) for layout in groups)

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from kunserve_lab.observer.episodes.episode import Episode
@@ -115,8 +116,8 @@ class JudgingAll:
             )
         self._num_given += 1
         self._open.append(self._threads.submit(judge_aside, work, DEADLINE_S, self._given_up))
-        while self._open and self._open[0].done():
-            self._tell_next()
+        while self._open and (self._open[0].done() or len(self._open) > 2 * self._num_at_once):
+            self._tell_next()  # reading is faster: what it has read would fill the memory
 
     def finish(self) -> None:
         """Tell of all the others."""
@@ -170,7 +171,7 @@ def judge_aside(work: Work, deadline_s: float, given_up: threading.Event) -> Jud
 def judge_here(work: Work) -> Judged:
     """In this process. What it cannot simulate it says."""
     try:
-        return judge(*work)
+        return _without_readings(judge(*work))
     except Exception as error:  # whatever a fleet's numbers lead to: the watch goes on
         return _unjudged(work, f"{type(error).__name__}: {error}")
 
@@ -182,4 +183,10 @@ def _child(results: Connection, work: Work) -> None:
 
 
 def _unjudged(work: Work, why_not: str) -> Judged:
-    return Judged(work[0], measured_of(work[0]), factors=work[2], why_not=why_not)
+    measured = measured_of(work[0])
+    return _without_readings(Judged(work[0], measured, factors=work[2], why_not=why_not))
+
+
+def _without_readings(judged: Judged) -> Judged:
+    """As it is told and kept. A burst's readings are megabytes, which nobody asks for any more."""
+    return replace(judged, episode=replace(judged.episode, changes=()))

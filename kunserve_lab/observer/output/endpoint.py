@@ -19,7 +19,7 @@ from kunserve_lab.observer.watch import FleetView
 PAGE_AGE_S = 10.0
 """A page younger than this is given again: drawing one takes a second."""
 NEVER_S = 1e9
-"""What a forecast says when memory does not run out: a gauge has no word for it."""
+"""What a forecast says when nothing runs out: a gauge has no word for it."""
 
 
 class OwnMetrics:
@@ -41,6 +41,8 @@ class OwnMetrics:
         }
         self._full = self._gauge("memory_full_in_seconds", "Until memory is short, if it goes on "
                                  f"so; {NEVER_S:g}: not soon.")  # fmt: skip
+        self._busy = self._gauge("compute_full_in_seconds", "Until prompts take all compute of a "
+                                 f"replica, if it goes on so; {NEVER_S:g}: not soon.")  # fmt: skip
         self._more = self._gauge("drop_admits_requests", "Requests that would run after a drop.")
         self._drops = self._gauge("drops_decided", "Drops that would have been made.")
         self._last = self._gauge("last_episode_ttft_p99_seconds", "Of the last episode, "
@@ -60,6 +62,7 @@ class OwnMetrics:
             for field, gauge in self._by_replica.items():
                 gauge.labels(one.name).set(float(getattr(one, field)))
         self._full.set(NEVER_S if view.full_in_s is None else view.full_in_s)
+        self._busy.set(NEVER_S if view.busy_in_s is None else view.busy_in_s)
         self._more.set(view.drops.num_requests_now)
         self._drops.set(view.drops.num_drops)
 

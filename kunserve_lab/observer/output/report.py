@@ -43,8 +43,11 @@ def report_html(
     judged: Sequence[Judged],
     conditions: Sequence[tuple[str, str]],
     errors: Mapping[str, str] | None = None,
+    most: int | None = None,
 ) -> str:
-    """The page. With ``errors``, of servers that do not answer, it shows the fleet now too."""
+    """The page. With ``errors``, of servers that do not answer, it shows the fleet now too; with
+    ``most``, so many of the newest episodes.
+    """
     title = "What drops would have done here"
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>",
@@ -55,7 +58,10 @@ def report_html(
         parts += _now(points, errors)
     if points:
         parts.append(_image("The fleet over time", _plot_fleet(points, judged)))
-    for number, one in enumerate(judged, start=1):
+    older = 0 if most is None else max(0, len(judged) - most)
+    if older:
+        parts.append(f"<p>Episodes 1 to {older} are in the report of the end.</p>")
+    for number, one in enumerate(judged[older:], start=older + 1):
         parts.append(f"<h2>Episode {number}</h2><p>{html.escape(sentence(one))}.</p>")
         parts += [f"<p class=note>{html.escape(line)}</p>" for line in comparison(one)]
         if one.outcomes:

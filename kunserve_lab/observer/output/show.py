@@ -103,7 +103,6 @@ class LiveTable:
     def __init__(self, out: IO[str] = sys.stdout) -> None:
         self._console = Console(file=out)
         self._live = Live(console=self._console, refresh_per_second=4)
-        self._live.start()
 
     def show(self, view: FleetView, errors: Mapping[str, str]) -> None:
         """See ``Shower``."""
@@ -114,6 +113,7 @@ class LiveTable:
             style = "dim" if one.is_stale else "red" if one.state != "well" else ""
             table.add_row(*cells(one), style=style)
         table.caption = "\n".join([*view.texts, *errors.values()]) or None
+        self._live.start()  # not before: what goes wrong first would leave a terminal changed
         self._live.update(table)
 
     def tell(self, judged: Judged) -> None:
@@ -161,6 +161,8 @@ def fleet_line(view: FleetView) -> str:
         parts.append(f"compute short on {compute}")
     if not memory and view.full_in_s is not None:
         parts.append(f"memory full in {view.full_in_s:.0f} s")
+    if not compute and view.busy_in_s is not None:
+        parts.append(f"compute full in {view.busy_in_s:.0f} s")
     if view.drops.num_requests_now:
         parts.append(f"a drop would run {view.drops.num_requests_now} more now")
     return "; ".join(parts)
@@ -172,6 +174,7 @@ def view_json(view: FleetView) -> dict[str, object]:
     return {
         "time_s": view.time_s,
         "full_in_s": view.full_in_s,
+        "busy_in_s": view.busy_in_s,
         "prompt_share": round(view.prompt_share, 4),
         "drops_decided": view.drops.num_drops,
         "requests_more_now": view.drops.num_requests_now,

@@ -2,12 +2,18 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 OPEN_CLASS = 1.5
 """Upper end of the class without a bound, in times of its lower end."""
+
+
+@lru_cache(maxsize=1000)
+def _one_for_all(bounds: tuple[float, ...]) -> tuple[float, ...]:
+    return bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +26,10 @@ class Histogram:
     """Of each class, one more than ``bounds``: not cumulated."""
     total: float
     """Of all values together."""
+
+    def __post_init__(self) -> None:
+        # A day has a million of them, and a server's have the same classes all day.
+        object.__setattr__(self, "bounds", _one_for_all(self.bounds))
 
     @property
     def count(self) -> float:

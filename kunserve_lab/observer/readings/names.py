@@ -79,6 +79,8 @@ SGLANG = Dialect(
 )
 
 DIALECTS = (VLLM, SGLANG)
+DATA_RANK = "dp_rank"
+"""SGLang's label for parts of a server with memories of their own."""
 
 
 def series_names(dialect: Dialect) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """A server's ``/metrics`` page as readings of its replicas. Pure."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kunserve.core.errors import KunServeError
 from kunserve_lab.observer.readings.histogram import Histogram, from_cumulative
-from kunserve_lab.observer.readings.names import DIALECTS, Dialect, series_names
+from kunserve_lab.observer.readings.names import DATA_RANK, DIALECTS, Dialect, series_names
+
+MOST_VALUE = 1e15
+"""Of a sample, about where floats end to count by ones: what says more counts nothing."""
 
 
 class PageError(KunServeError):
@@ -84,7 +86,7 @@ def parse_page(text: str, replica: str, time_s: float) -> list[Reading]:
 
 def readings_of(series: Sequence[Series], replica: str, time_s: float) -> list[Reading]:
     """The same from samples of one moment. Raises PageError."""
-    finite = [one for one in series if math.isfinite(one.value)]
+    finite = [one for one in series if abs(one.value) <= MOST_VALUE]
     dialect = next((d for d in DIALECTS if any(s.name in d.running for s in finite)), None)
     if dialect is None:
         known = " nor ".join(f"{d.name}'s ({d.running[0]})" for d in DIALECTS)
@@ -124,8 +126,8 @@ def _reading(dialect: Dialect, series: Sequence[Series], replica: str, time_s: f
         time_s=time_s,
         kind=dialect.name,
         model=model,
-        num_running=sum(_values(by_name, dialect.running)),
-        num_waiting=sum(_values(by_name, dialect.waiting)),
+        num_running=max(0.0, sum(_values(by_name, dialect.running))),
+        num_waiting=max(0.0, sum(_values(by_name, dialect.waiting))),
         kv_usage=min(1.0, max(0.0, sum(usage) / len(usage))),
         capacity_blocks=blocks,
         block_size=block_size,
@@ -136,9 +138,13 @@ def _reading(dialect: Dialect, series: Sequence[Series], replica: str, time_s: f
     )
 
 
-def _values(by_name: Mapping[str, Sequence[Series]], names: Iterable[str]) -> list[float]:
+def _samples(by_name: Mapping[str, Sequence[Series]], names: Iterable[str]) -> Sequence[Series]:
     """Of the first of the names that is there."""
-    return next(([one.value for one in by_name[n]] for n in names if n in by_name), [])
+    return next((by_name[name] for name in names if name in by_name), ())
+
+
+def _values(by_name: Mapping[str, Sequence[Series]], names: Iterable[str]) -> list[float]:
+    return [one.value for one in _samples(by_name, names)]
 
 
 def _memory(
@@ -146,10 +152,13 @@ def _memory(
 ) -> tuple[int, int, Mapping[str, str]]:
     """KV blocks of all engines together, tokens of one, and what else is said of the memory."""
     sizes = _values(by_name, dialect.block_size)
-    tokens = _values(by_name, dialect.capacity_tokens)
+    tokens: dict[str, float] = {}  # ranks of tensor parallelism all tell of the same memory
+    for one in _samples(by_name, dialect.capacity_tokens):
+        of = one.labels.get(DATA_RANK, "")
+        tokens[of] = max(one.value, tokens.get(of, 0.0))
     if tokens:
         size = max(1, int(sizes[0]) if sizes else 1)
-        return int(max(tokens)) // size, size, {}
+        return int(sum(tokens.values())) // size, size, {}
     if dialect.cache_info is None:
         return 0, 1, {}
     name, blocks_label, size_label = dialect.cache_info
@@ -157,7 +166,7 @@ def _memory(
     labels: Mapping[str, str] = {}
     for one in by_name.get(name, ()):
         count, each = one.labels.get(blocks_label, ""), one.labels.get(size_label, "")
-        if count.isdigit() and each.isdigit():
+        if count.isdecimal() and each.isdecimal():
             blocks, size = blocks + int(count), max(1, int(each))
             labels = one.labels
     return blocks, size, labels

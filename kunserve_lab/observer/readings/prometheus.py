@@ -4,8 +4,9 @@ import asyncio
 import json
 import math
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -14,8 +15,8 @@ from kunserve.core.errors import ConfigError
 from kunserve_lab.observer.readings.names import DIALECTS, series_names
 from kunserve_lab.observer.readings.page import PageError, Reading, Series, readings_of
 
-MOST_POINTS = 10_000
-"""Of a series in one answer: Prometheus refuses 11,000."""
+MOST_POINTS = 240
+"""Of a series in one answer, an hour at 15 s: what is held in memory at once."""
 QUERY_S = 60.0
 MOST_AT_ONCE = 4
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
@@ -29,39 +30,51 @@ def seconds_of(text: str) -> float:
     return sum(float(number) * _UNITS_S[unit] for number, unit in parts)
 
 
-async def read_prometheus(
+def read_prometheus(
     url: str, since_s: float, step_s: float, until_s: float, selector: str = ""
-) -> list[Reading]:
-    """All replicas from ``until_s - since_s`` on, in order of time. Raises ConfigError.
+) -> Iterator[Reading]:
+    """All replicas from ``until_s - since_s`` on, in order of time, asked for as they are taken.
 
-    ``selector`` is further label matchers, such as ``job="vllm"``.
+    ``selector`` is further label matchers, such as ``job="vllm"``. Raises ConfigError; also at the
+    end, where there was nothing.
     """
+    spans = _spans(until_s - since_s, until_s, step_s)
+    has_some, failed = False, None
+    for number, span in enumerate(spans, start=1):
+        readings, error = _readings(asyncio.run(_ask(url, span, step_s, selector)))
+        if number * 10 // len(spans) > (number - 1) * 10 // len(spans) and len(spans) > 1:
+            print(f"read from {url}: {number / len(spans):.0%}", file=sys.stderr)
+        has_some, failed = has_some or bool(readings), error or failed
+        yield from readings
+    if not has_some:
+        filtered = f" that match {selector}" if selector else ""
+        raise ConfigError(
+            f"{url} has no vllm: or sglang: series{filtered} in that time"
+            + (f" ({failed})" if failed else ": check --since and --selector")
+        )
+
+
+async def _ask(
+    url: str, span: tuple[float, float], step_s: float, selector: str
+) -> Mapping[str, Mapping[float, Sequence[Series]]]:
+    """What was scraped in a part of the time: of each replica, by moment."""
     timeout = aiohttp.ClientTimeout(total=QUERY_S)
+    times = {"start": f"{span[0]:.3f}", "end": f"{span[1]:.3f}", "step": f"{step_s:g}"}
     gate = asyncio.Semaphore(MOST_AT_ONCE)
-    # {replica: {moment: samples}}
     found: dict[str, dict[float, list[Series]]] = defaultdict(lambda: defaultdict(list))
     async with aiohttp.ClientSession(timeout=timeout) as session:
 
-        async def ask(name: str, start_s: float, end_s: float) -> None:
+        async def ask(name: str) -> None:
             query = name + (f"{{{selector}}}" if selector else "")
-            span = {"start": f"{start_s:.3f}", "end": f"{end_s:.3f}", "step": f"{step_s:g}"}
             async with gate:
-                answer = await _get(session, url, {"query": query, **span})
+                answer = await _get(session, url, {"query": query, **times})
             for labels, values in answer:
                 for moment_s, value in values:
                     found[_replica(labels)][moment_s].append(Series(name, labels, value))
 
-        spans = _spans(until_s - since_s, until_s, step_s)
         names = [name for dialect in DIALECTS for name in series_names(dialect)]
-        await asyncio.gather(*(ask(name, *span) for name in names for span in spans))
-    readings, error = _readings(found)
-    if not readings:
-        filtered = f" that match {selector}" if selector else ""
-        raise ConfigError(
-            f"{url} has no vllm: or sglang: series{filtered} in that time"
-            + (f" ({error})" if error else ": check --since and --selector")
-        )
-    return readings
+        await asyncio.gather(*map(ask, names))
+    return found
 
 
 def _readings(

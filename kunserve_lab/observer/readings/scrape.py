@@ -102,6 +102,9 @@ class Scraper:
         except PageError as error:
             target.error = str(error)
             return
+        except Exception as error:  # whatever one server says, the others are watched
+            target.error = f"{url} cannot be read: {type(error).__name__}: {error}"
+            return
         target.error, target.answered = None, True
         target.fresh = [*target.fresh, *readings][-MOST_KEPT:]
 
