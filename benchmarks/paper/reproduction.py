@@ -84,7 +84,8 @@ def write_tables(text: str) -> str:
 
     def made(found: re.Match[str]) -> str:
         table = TABLES[found[2]]
-        return f"{found[1]}{markdown(table.rows())}\n\n{table.made_by}\n{found[3]}"
+        of_code = f"\n\n{table.made_by}" if table.of else ""
+        return f"{found[1]}{markdown(table.rows())}{of_code}\n{found[3]}"
 
     return _MARKED.sub(made, text)
 

@@ -1,8 +1,11 @@
 """The tables of docs/reproduction.md, each a function of the results in benchmarks/results."""
 
 import json
+import re
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_kit.kept_day import RUNS as GPU_RUNS
@@ -31,12 +34,14 @@ from benchmarks.paper.real_tables import (
     SLOW_SECOND,
     VLLM_CLASSES,
     above,
+    foretold,
     one_result,
     rivals,
     rounds,
     slow_rounds,
     vllm_classes,
 )
+from benchmarks.paper.simulated_code import codes
 from benchmarks.paper.sparse_models import NAMES
 from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances
 from kunserve_lab.compare.simulated.projection import HELPS
@@ -78,7 +83,8 @@ AT_FIXED = (
 
 def fixed() -> list[Row]:
     """TTFT of every system at the load of the claims: medians of the draws."""
-    rows: list[Row] = [("P50 / P99 TTFT (s)", *(f"`{system}`" for system in AT_FIXED))]
+    head = ("P50 / P99 TTFT (s)", "KV in use, draws")
+    rows: list[Row] = [(*head, *(f"`{system}`" for system in AT_FIXED))]
     for name, experiment in FIXED.items():
         runs = runs_of(experiment)
         cells = (
@@ -87,7 +93,9 @@ def fixed() -> list[Row]:
             else ""
             for system in AT_FIXED
         )
-        rows.append((name, *cells))
+        draws = runs.draws("recompute", runs.fixed).values()
+        full = statistics.median(100 * (run.mean_kv_usage or 0.0) for run in draws)
+        rows.append((f"{name}, {runs.fixed:g}", f"{full:.0f} %, {len(draws)}", *cells))
     return rows
 
 
@@ -206,26 +214,64 @@ def agreement() -> list[Row]:
 
 
 PREDICTED = ("drop", "endless")
-STEPS_OF = {"profile": "", "its own": ", with its own steps", "its pace": ", at its own pace"}
+RATIOS = ("TTFT P50", "TTFT P90", "TTFT P99")
+STEPS_OF = {"profile": "by the profile", "its pace": "at each run's pace"}
+_DRAW = re.compile(r"-(?:load)?[\d.]+(?:-seed(\d+))?$")
+
+
+def _predicted() -> dict[tuple[str, str, str, str], dict[str, float]]:
+    """By burst, its steps, system and ratio: what was real, and what was simulated."""
+    found: dict[tuple[str, str, str, str], dict[str, float]] = {}
+    for line in figures_of("prediction_ratio"):
+        settings = line["settings"]
+        if settings["times"] == 1.0 and settings["system"] in PREDICTED:
+            of = _DRAW.search(settings["of"])
+            burst = settings["of"] if of is None else settings["of"][: of.start()]
+            draw = of and of[1]
+            burst += f", draw {draw}" if draw not in (None, "0") else ""
+            key = burst, settings["step_times"], settings["system"], settings["ratio"]
+            found.setdefault(key, {})[line["name"]] = line["value"]
+    return found
 
 
 def prediction() -> list[Row]:
     """How many times lower TTFT is than under `recompute`: real bursts, and their simulations."""
-    found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
-    for line in figures_of("prediction_ratio"):
-        settings = line["settings"]
-        if settings["times"] == 1.0 and settings["system"] in PREDICTED:
-            burst = str(settings["of"]).partition("-")[0]
-            burst += STEPS_OF[settings["step_times"]]
-            row = found.setdefault((burst, settings["system"]), {})
-            row.setdefault(settings["ratio"], {})[line["name"]] = line["value"]
-    columns = ("TTFT P50", "TTFT P90", "TTFT P99")
-    rows: list[Row] = [("burst", "system", *columns)]
-    for (burst, system), values in found.items():
-        cells = (
-            f"{values[name]['real']:.1f}x, {values[name]['simulated']:.1f}x" for name in columns
-        )
+    found = _predicted()
+    rows: list[Row] = [("real, by the profile, at its pace", "system", *RATIOS)]
+    for burst, system in dict.fromkeys((burst, system) for burst, _, system, _ in found):
+        cells = []
+        for ratio in RATIOS:
+            kept = [found.get((burst, steps, system, ratio)) for steps in STEPS_OF]
+            told = [one for one in kept if one is not None]
+            values = [told[0]["real"], *(one["simulated"] for one in told)]
+            cells.append(", ".join(f"{value:.1f}x" for value in values))
         rows.append((burst, f"`{system}`", *cells))
+    return rows
+
+
+def prediction_errors() -> list[Row]:
+    """By how much simulated ratios miss real ones: the median of the bursts, and the worst."""
+    missed: dict[tuple[str, str, str], list[float]] = {}
+    for (burst, steps, system, ratio), one in _predicted().items():
+        kind = "AVX2" if "AVX2" in burst else "AVX-512"
+        error = 100 * abs(one["simulated"] / one["real"] - 1)
+        missed.setdefault((f"{kind}, {STEPS_OF[steps]}", system, ratio), []).append(error)
+    rows: list[Row] = [("missed by: median, worst", "system", "bursts", *RATIOS)]
+    for where, system in dict.fromkeys((where, system) for where, system, _ in missed):
+        errors = [missed[where, system, ratio] for ratio in RATIOS]
+        cells = (f"{statistics.median(some):.0f}, {max(some):.0f} %" for some in errors)
+        rows.append((where, f"`{system}`", str(len(errors[0])), *cells))
+    return rows
+
+
+OLDER = "; not run again by today's simulator"
+
+
+def standing() -> list[Row]:
+    """Which runs of older code stand, and what has changed since."""
+    rows: list[Row] = [("of code", "stand", "because since then")]
+    rows.append((f"{codes().today} (today's)", "all", "-"))
+    rows += [(", ".join(one.codes), one.runs, one.because) for one in codes().stand]
     return rows
 
 
@@ -247,7 +293,8 @@ class Table:
             for line in map(json.loads, path.read_text().splitlines()):
                 made = line.get("environment", line)
                 found[made.get("code") or made["commit"]] = None
-        return f"Code: {', '.join(sorted(found))}."
+        older = not {Path(name).name for name in self.of}.isdisjoint(codes().older)
+        return f"Code: {', '.join(sorted(found))}{OLDER if older else ''}."
 
 
 def _simulated(*names: str) -> tuple[str, ...]:
@@ -274,6 +321,8 @@ TABLES: dict[str, Table] = {
     "shedding": Table(shedding, _simulated(*(FIXED[name] for name in SHED_AT))),
     "peers": Table(peers, ("peers",)),
     "prediction": Table(prediction, ("prediction_ratio",)),
+    "prediction-errors": Table(prediction_errors, ("prediction_ratio",)),
+    "standing": Table(standing, ()),
     "sparse-instances": Table(sparse_instances, ("sparse_models",)),
     "sparse-models": Table(sparse_bursts, _simulated(*NAMES)),
     "published-steps": Table(published_steps, ("published_steps",)),
@@ -282,6 +331,7 @@ TABLES: dict[str, Table] = {
     "real-rounds": Table(rounds, (SECOND, FIRST)),
     "real-slow": Table(slow_rounds, (SLOW_SECOND, SLOW_FIRST)),
     "real-vllm-classes": Table(vllm_classes, (VLLM_CLASSES,)),
+    "observe-truth": Table(foretold, ("observe_truth",)),
     "real-rivals": Table(rivals, (RIVALS,)),
     "real-above": Table(above, (ABOVE,)),
     "gpu-day": Table(gpu_day, (GPU_RUNS,)),

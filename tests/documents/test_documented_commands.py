@@ -165,7 +165,6 @@ PLANS: dict[str, Alone | Client | Server | Elsewhere] = {
     ),
     "kunserve observe --prometheus http://prometheus:9090 --since 24h --selector 'job=\"vllm\"' "
     "--device h100 --report yesterday.html": OF_A_FLEET,
-    "pip install 'kunserve[bench]'": INSTALLS,
     "kunserve serve FOLDER --engine vllm": Elsewhere("needs vLLM: make test-vllm"),
     "python -m benchmarks.serving.observe_truth": Elsewhere("goes on for minutes"),
     "kunserve simulate --list": Alone("Qwen/Qwen2.5-14B"),

@@ -1,6 +1,7 @@
 """What the project is held against: predictions, other simulators, random faults."""
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,17 +14,33 @@ _CHANGES = ("drops", "restores")
 """Counts of a run of faults that are transitions and no faults."""
 
 
+NEAR = 25.0
+"""How far off a prediction may be to be near, in percent."""
+SAME_HOUR = "AVX2"
+"""In the names of the bursts whose profile is of their hour."""
+
+
 def prediction_errors() -> list[float]:
     """Of the ratio recompute / drop, simulated over real: TTFT of each burst, as percent."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    return [error for _, system, error in _predictions() if system == "drop"]
+
+
+def near_predictions() -> float:
+    """The share of all such ratios that come near, where the profile is of the same hour."""
+    return statistics.mean(abs(error) <= NEAR for of, _, error in _predictions() if SAME_HOUR in of)
+
+
+def _predictions() -> list[tuple[str, str, float]]:
+    """Of which burst and system, and by how many percent the simulated ratio is off: TTFT."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
     for line in figures_of("prediction_ratio"):
         settings = line["settings"]
-        by_profile = settings["times"] == 1.0 and settings["step_times"] == "profile"
-        if by_profile and settings["system"] == "drop":
-            found.setdefault((settings["of"], settings["ratio"]), {})[line["name"]] = line["value"]
+        if settings["times"] == 1.0 and settings["step_times"] == "profile":
+            key = settings["of"], settings["system"], settings["ratio"]
+            found.setdefault(key, {})[line["name"]] = line["value"]
     return [
-        100 * (one["simulated"] / one["real"] - 1)
-        for (_, ratio), one in found.items()
+        (of, system, 100 * (one["simulated"] / one["real"] - 1))
+        for (of, system, ratio), one in found.items()
         if ratio.startswith("TTFT")
     ]
 

@@ -47,7 +47,9 @@ _COLORS = {
     "recompute": "#c53030",
     "recompute-rr": "#9aa5b1",
     "recompute-least": "#6b7280",
+    "recompute-chunk": "#f687b3",
     "static-pp": "#6b46c1",
+    "tp-pairs": "#111827",
     "drop": "#2b6cb0",
     "drop-deep": "#319795",
     "drop-basic": "#dd8a1b",
@@ -97,7 +99,7 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def over_loads() -> Lines:
-    """P99 TTFT of every system that ran: one draw at each load, all draws at that of the claims."""
+    """P99 TTFT of every system that ran: all draws at both loads of its claims, else one draw."""
     found: Lines = {}
     for name, (swept, fixed) in _LOADS.items():
         lines = found.setdefault(name, {})
@@ -105,11 +107,10 @@ def over_loads() -> Lines:
             value = runs_of(swept).run(system, at).ttft_p99_s
             lines.setdefault(system, {})[at] = (value, value, value)
         claims = runs_of(FIXED[fixed])
-        for system in ("recompute-rr", "recompute-least", "recompute", "drop", "endless"):
-            if claims.has(system):
-                draws = claims.draws(system, claims.fixed).values()
-                spread = _spread([run.ttft_p99_s for run in draws])
-                lines.setdefault(system, {})[claims.fixed] = spread
+        for system, at in _places(claims):
+            draws = claims.draws(system, at).values()
+            spread = _spread([run.ttft_p99_s for run in draws])
+            lines.setdefault(system, {})[at] = spread
     return found
 
 
@@ -120,8 +121,8 @@ def _places(runs: Runs) -> list[tuple[str, float]]:
 def late_shares() -> Lines:
     """Shares of late requests over the objective's scale: medians of the draws."""
     found: Lines = {}
-    for name in ("LongBench", "heavy weights", "72B"):
-        runs = runs_of(FIXED[name])
+    for name, experiment in FIXED.items():
+        runs = runs_of(experiment)
         for system in ("recompute", "drop", "endless"):
             shares = (100 * runs.violations(system, runs.fixed, factor) for factor in FACTORS)
             line = {at: (s, s, s) for at, s in zip(FACTORS, shares, strict=True)}
@@ -181,16 +182,18 @@ def draw_map(found: Mapping[str, tuple[Mark, ...]]) -> Figure:
     return draw_maps([panels], note)
 
 
-def draw_lines(found: Lines, across: str, up: str, *, is_log: bool = False) -> Figure:
-    """A panel for each entry, side by side, with ranges as bars."""
-    figure = Figure(figsize=(2.7 * len(found), 2.9), layout="constrained")
+def draw_lines(
+    found: Lines, across: str, up: str, *, is_log: bool = False, width: float = 2.7
+) -> Figure:
+    """A panel for each entry, side by side, with ranges as bars; ``width`` is of one, in inches."""
+    figure = Figure(figsize=(width * len(found), 2.9), layout="constrained")
     axes = figure.subplots(1, len(found), squeeze=False)[0]
     for axis, (title, lines) in zip(axes, found.items(), strict=True):
         for system, points in lines.items():
             _line(axis, system, points)
         axis.set_title(title, fontsize=9)
         axis.set_xlabel(across, fontsize=8)
-        axis.tick_params(labelsize=7)
+        axis.tick_params(which="both", labelsize=7)
         axis.grid(alpha=0.3)
         if is_log:
             axis.set_yscale("log")
@@ -256,15 +259,15 @@ DRAWINGS = {
         draw_map,
     ),
     "p99-over-load": Drawing(
-        "P99 TTFT over the load, simulated. Bars: all draws at the load of the claims; elsewhere "
-        "one draw.",
+        "P99 TTFT over the load, simulated. Bars: all draws at the loads of the claims and of the "
+        "objective; elsewhere one draw.",
         over_loads,
         lambda found: draw_lines(found, "load", "P99 TTFT (s)", is_log=True),
     ),
     "late": Drawing(
         "Requests over the objective by its scale, at the load of the claims: medians of draws.",
         late_shares,
-        lambda found: draw_lines(found, "times the base", "late requests (%)"),
+        lambda found: draw_lines(found, "times the base", "late requests (%)", width=2.0),
     ),
     "real-bursts": Drawing(
         "The real bursts on equal requests: median and range of the rounds.",

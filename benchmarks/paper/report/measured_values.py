@@ -10,7 +10,11 @@ from benchmarks.paper.kept_results import figures_of, signed
 from benchmarks.paper.report import checks, real_bursts
 from benchmarks.paper.report.own_tables import bounds
 from benchmarks.paper.report.template import Text
+from benchmarks.paper.sensitivity import SPEEDS
+from kunserve_lab.compare.experiment_file import read_experiment
 from kunserve_lab.compare.groups import AtLoad
+from kunserve_lab.compare.settings import RealSetup
+from kunserve_lab.sim.models import find_model
 
 SYSTEMS = ("recompute", "drop", "endless")
 BURSTS = {"second": real_tables.SECOND, "first": real_tables.FIRST}
@@ -29,10 +33,13 @@ def measured_values() -> dict[str, Text]:
     """Of the real burst and of everything the simulator is held against."""
     return {
         **_real(),
+        **_rivals(),
         **_checked(),
         **_faults(),
         **_pairs(),
         **_gpu(),
+        "weights.served": _weights_served,
+        "real.elsewhere.draws": lambda: str(real_bursts.num_draws_elsewhere()),
         "plan.least": lambda: f"{min(_plan_ms()):.1f}",
         "plan.most": lambda: f"{max(_plan_ms()):.0f}",
         "bound.reached": lambda: f"{100 * max(one.reached for one in bounds()):.0f} %",
@@ -55,6 +62,25 @@ def _real() -> dict[str, Text]:
             for name, (row, form) in FIELDS.items():
                 found[f"{of}.{system}.{name}"] = partial(_told, place, system, row, form)
     return found
+
+
+def _weights_served() -> str:
+    """The share of an instance's memory, where a real model is served."""
+    setup = read_experiment(real_bursts.ROOT / "experiments" / "overload.toml").setup
+    assert isinstance(setup, RealSetup)
+    memory_bytes = int(setup.instance_memory.removesuffix("MiB")) * 2**20
+    return f"{100 * find_model(setup.model).weights_bytes / memory_bytes:.0f} %"
+
+
+def _rivals() -> dict[str, Text]:
+    """Time per token of two systems that deal requests out in turn."""
+
+    def told(system: str) -> str:
+        groups = real_tables.groups(real_tables.RIVALS)
+        return f"{real_bursts.median(groups[min(groups)], system, 'P50 TPOT (ms)'):.0f} ms"
+
+    dealt = ("vllm-rr", "recompute-rr")
+    return {f"rivals.{system}.tpot": partial(told, system) for system in dealt}
 
 
 def _group(place: str) -> AtLoad:
@@ -110,6 +136,9 @@ def _checked() -> dict[str, Text]:
         "steps.most": partial(steps, max),
         "prediction.ratio.least": partial(ratio, min),
         "prediction.ratio.most": partial(ratio, max),
+        "prediction.near": lambda: f"{100 * checks.near_predictions():.0f} %",
+        "prediction.near.by": lambda: f"{checks.NEAR:.0f} %",
+        "sensitivity.by": lambda: f"{100 * (max(SPEEDS.values()) - 1):.0f} %",
         "vidur.p50": partial(vidur, "TTFT P50"),
         "vidur.p99": partial(vidur, "P99"),
         "cost.least": lambda: f"{min(checks.cost_errors('kunserve')):.1f} %",

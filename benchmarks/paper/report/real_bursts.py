@@ -91,13 +91,12 @@ def median(group: AtLoad, system: str, name: str) -> float:
 
 
 def table() -> list[Row]:
-    """Both bursts: a row for each load and system, medians and ranges over rounds."""
+    """Both bursts: a row for each load and system, medians and ranges over rounds and draws."""
     rows: list[Row] = []
-    elsewhere = ((f, groups(f)[at]) for f in ELSEWHERE if kept(f) for at in sorted(groups(f)))
-    for folder, group in (*bursts(), *elsewhere):
+    for folder, group in (*bursts(), *_elsewhere()):
         names = picks(group)
         if not rows:
-            rows.append(("burst, load", "system", "rounds", *names))
+            rows.append(("burst, load", "system", "runs", *names))
         for system, runs in group.by_system.items():
             cells = (told(group, system, name) for name in names)
             shown = (
@@ -109,6 +108,19 @@ def table() -> list[Row]:
     if not kept(SECOND):
         rows.append((f"second burst: not kept; `{SECOND_COMMAND}`", *("-" for _ in rows[0][1:])))
     return rows
+
+
+def _elsewhere() -> Iterator[tuple[str, AtLoad]]:
+    """The same; a load at which `recompute` did not run is there for the objective only."""
+    for folder in filter(kept, ELSEWHERE):
+        for at in sorted(groups(folder)):
+            if "recompute" in groups(folder)[at].by_system:
+                yield folder, groups(folder)[at]
+
+
+def num_draws_elsewhere() -> int:
+    """Of each burst on other processors."""
+    return min(len({run.seed for run in group.runs}) for _, group in _elsewhere())
 
 
 def folders() -> tuple[str, ...]:

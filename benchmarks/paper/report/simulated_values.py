@@ -9,12 +9,14 @@ from benchmarks.paper import burst_map
 from benchmarks.paper.claims import CLAIMS
 from benchmarks.paper.kept_results import FIXED, figures_of, ranged, runs_of, signed
 from benchmarks.paper.map_agreement import compared
-from benchmarks.paper.points import UNSEEN, RunKey, kept
+from benchmarks.paper.points import UNSEEN, Point, RunKey, kept
 from benchmarks.paper.report.template import Text
 from kunserve.core.config import OverloadConfig
 from kunserve_lab.compare.results import RunResult
-from kunserve_lab.compare.simulated.projection import HELPS
+from kunserve_lab.compare.simulated.projection import HELPS, capacity, outlook
 from kunserve_lab.compare.slo import FACTOR
+from kunserve_lab.compare.systems import find_system
+from kunserve_lab.sim.devices import GIGA, find_device
 
 NAMES = {
     "longbench": "LongBench",
@@ -28,7 +30,13 @@ NAMES = {
 LIGHT = ("LongBench", "whole trace", "ShareGPT", "BurstGPT-like")
 """Those of Qwen2.5-14B in whole GPUs."""
 ABLATIONS = {"light": "ablation", "heavy": "ablation_heavy"}
+RESTORATION, PIPELINES = "restoration_burstgpt", "pp_degree_burstgpt"
 P99, P50, TPOT = "ttft_p99_s", "ttft_p50_s", "tpot_p50_s"
+OUTPUT, TPOT99 = "output_throughput", "tpot_p99_s"
+TPOT_TAILS = "tpot_p90_s", TPOT99, "tpot_p999_s"
+SYSTEMS = ("recompute", "recompute-least", "recompute-chunk", "tp-pairs", "drop", "endless")
+"""Those that the text names; not every experiment has all."""
+_WINDOW = re.compile(r"window ([\d.]+) s to ([\d.]+) s")
 
 
 def simulated_values() -> dict[str, Text]:
@@ -45,6 +53,9 @@ def simulated_values() -> dict[str, Text]:
         "unseen.light": partial(_unseen, "bounds_longbench_14b"),
         "unseen.heavy": partial(_unseen, "heavy_weights_14b"),
         "unseen.windows": lambda: str(len({point.later_window_s for point in UNSEEN})),
+        "endless.factor": lambda: f"{find_system('endless').memory_factor:g}",
+        "links.pair": lambda: f"{find_device('a800').peer_bytes_per_s / GIGA:.0f} GB/s",
+        "rise": _rise,
     }
     for claim in CLAIMS:
         slug = re.sub(r"[^a-z0-9]+", "-", claim.what.lower()).strip("-")
@@ -54,10 +65,7 @@ def simulated_values() -> dict[str, Text]:
         found[f"tail.{system}"] = partial(_tail, system)
     for slug, name in NAMES.items():
         found |= _claim(slug, FIXED[name])
-    for slug, name in ABLATIONS.items():
-        for system in ("drop-basic", "drop"):
-            found[f"ablation.{slug}.{system}"] = partial(_lower, name, system, "recompute", P99)
-    return found | _bubbles() | _restoration() | _map() | _bursts()
+    return found | _ablation() | _bubbles() | _restoration() | _few_draws() | _map() | _bursts()
 
 
 def _claim(slug: str, name: str) -> dict[str, Text]:
@@ -72,9 +80,12 @@ def _claim(slug: str, name: str) -> dict[str, Text]:
         f"claims.{slug}.kv-mean": partial(_use, name, "mean_kv_usage"),
         f"claims.{slug}.kv-peak": partial(_use, name, "peak_kv_usage"),
     }
-    for system in ("recompute", "drop", "endless"):
-        found[f"claims.{slug}.{system}.p99"] = partial(_seconds, name, system, P99)
-        found[f"claims.{slug}.{system}.late"] = partial(_late, name, system)
+    for system in SYSTEMS:
+        of = f"claims.{slug}.{system}"
+        found[f"{of}.p99"] = partial(_scaled, name, system, P99, "{:.1f} s")
+        found[f"{of}.tpot"] = partial(_scaled, name, system, TPOT, "{:.0f} ms", 1e3)
+        found[f"{of}.output"] = partial(_scaled, name, system, OUTPUT, "{:,.0f} tokens/s")
+        found[f"{of}.late"] = partial(_late, name, system)
     return found
 
 
@@ -92,8 +103,9 @@ def _median(name: str, above: str, below: str, field: str) -> float:
     return statistics.median(runs_of(name).gains(above, field, below))
 
 
-def _seconds(name: str, system: str, field: str) -> str:
-    return f"{runs_of(name).median(system, field):.1f} s"
+def _scaled(name: str, system: str, field: str, form: str, scale: float = 1.0) -> str:
+    """The median of the draws, in another unit."""
+    return form.format(scale * runs_of(name).median(system, field))
 
 
 def _use(name: str, field: str) -> str:
@@ -132,7 +144,7 @@ def _dispatch() -> str:
 
 
 def _unseen(experiment: str) -> str:
-    """On windows that nothing was tuned on: the median of each window's draws, least to most."""
+    """On the validation windows: the median of each window's draws, least to most."""
     runs = kept("targets")
     medians = []
     for name in (point.name for point in UNSEEN if point.experiment == experiment):
@@ -154,6 +166,52 @@ def _tail(system: str) -> str:
     return ranged((run.ttft_p99_s / run.ttft_p50_s for run in draws), "x")
 
 
+def _rise() -> str:
+    """How many times its base a draw's greatest burst is, with BurstGPT-like lengths."""
+    name = FIXED["BurstGPT-like"]
+    at = runs_of(name).fixed
+    rises = []
+    for seed in _draws(name):
+        scenario = Point(name, name, at, None).scenario(seed)
+        expected = outlook(scenario, capacity(scenario))
+        assert expected is not None, seed
+        rises.append(expected.burst.rate / expected.burst.base_rate)
+    return ranged(rises, "x")
+
+
+def _ablation() -> dict[str, Text]:
+    """What each technique gives: P99 TTFT against `recompute`, time per token and output."""
+    found: dict[str, Text] = {}
+    for slug, name in ABLATIONS.items():
+        of = f"ablation.{slug}"
+        for system in ("drop-basic", "drop"):
+            found[f"{of}.{system}"] = partial(_lower, name, system, "recompute", P99)
+        found[f"{of}.drop-basic.tpot"] = partial(_changes, name, "drop-basic", "recompute", TPOT)
+        for without in ("priority", "lookahead"):
+            pair = name, "drop", f"drop-no-{without}"
+            found[f"{of}.{without}.tpot"] = partial(_changes, *pair, *TPOT_TAILS)
+            found[f"{of}.{without}.output"] = partial(_changes, *pair, OUTPUT)
+    found["ablation.window"] = _window
+    return found
+
+
+def _changes(name: str, system: str, other: str, *fields: str) -> str:
+    """How much more the system has than the other in equal draws: medians and ranges."""
+    parts = []
+    for field in fields:
+        more = [100 / gain - 100 for gain in runs_of(name).gains(other, field, system)]
+        parts.append(f"{statistics.median(more):+.0f} ({min(more):+.0f} to {max(more):+.0f})")
+    return f"{' / '.join(parts)} %"
+
+
+def _window() -> str:
+    """Of the trace: what latencies of the ablation are over."""
+    runs = runs_of(ABLATIONS["light"])
+    found = _WINDOW.search(runs.run("drop", runs.fixed).provenance)
+    assert found is not None
+    return f"{found[1]}-{found[2]} s"
+
+
 def _bubbles() -> dict[str, Text]:
     def share(system: str) -> str:
         runs = runs_of(ABLATIONS["light"]).draws(system, runs_of(ABLATIONS["light"]).fixed)
@@ -167,15 +225,41 @@ def _restoration() -> dict[str, Text]:
     """What restoring changes, against `drop` that never restores."""
 
     def change(field: str) -> str:
-        gains = runs_of("restoration_burstgpt").gains("drop-no-restore", field)
+        gains = runs_of(RESTORATION).gains("drop-no-restore", field)
         return signed(statistics.median(100 / gain - 100 for gain in gains))
 
     fields = {"p50": P50, "p90": "ttft_p90_s", "p99": P99, "tpot": TPOT}
     found: dict[str, Text] = {
         f"restoration.{name}": partial(change, field) for name, field in fields.items()
     }
-    found["restoration.draws"] = lambda: str(len(_draws("restoration_burstgpt")))
+    found["restoration.tpot99"] = partial(_changes, RESTORATION, "drop", "drop-no-restore", TPOT99)
     return found
+
+
+def _few_draws() -> dict[str, Text]:
+    """Of what has fewer draws than the claims."""
+
+    def draws(name: str, system: str) -> str:
+        return str(len(runs_of(name).draws(system, runs_of(name).fixed)))
+
+    return {
+        "restoration.draws": partial(draws, RESTORATION, "drop"),
+        "pipelines.draws": partial(draws, PIPELINES, "static-pp"),
+        "pipelines.loads": lambda: str(len(runs_of(PIPELINES).loads)),
+        "extreme.draws": partial(draws, "extreme_burst", "drop"),
+        "extreme.gain": _extreme_gain,
+    }
+
+
+def _extreme_gain() -> str:
+    """KV memory that pairs of the extreme burst's model add."""
+    (gain,) = (
+        line["value"]
+        for line in figures_of("memory_or_compute")
+        if line["name"] == "KV gained"
+        and (line["settings"]["case"], line["settings"]["stages"]) == ("LongBench, 72B, 4 H800", 2)
+    )
+    return signed(gain)
 
 
 def _map() -> dict[str, Text]:

@@ -2,7 +2,7 @@
 
 ``{{name}}`` is a value, ``{{table:name}}`` and ``{{figure:name}}`` stand alone on a line,
 ``{{section:Title}}`` is a section of the same page, and ``[@key]`` cites a work. A name that
-nobody knows is an error, and so is a digit that someone has typed (`typed_digits`).
+nobody knows is an error, and so is a figure that someone has typed (`typed_figures`).
 """
 
 import re
@@ -26,10 +26,17 @@ _NOT_TYPED = (
     re.compile(r"\bP\d\d(\.9)?\b"),
     re.compile(r"\b(Fig\.|Table|Algorithm|Eq\.) \d+[a-e]?(-[\da-e]+)?"),
     re.compile(
-        r"EuroSys '26|\b(Qwen2\.5-)?\d+B\b|SmolLM2|\b[AH]\d00\b|\b(fp8|int4|bfloat16|float32)\b"
+        r"EuroSys '26|\b(Qwen2\.5-)?\d+B\b|SmolLM2|AVX2"
+        r"|\b[AH]\d00\b|\b(fp8|int4|bfloat16|float32)\b"
     ),
 )
 """What may have digits: citations, and names of things."""
+_FIGURE = re.compile(
+    r"\d|\b(half|halves|(third|quarter|fifth|eighth|tenth|dozen|hundred|thousand)s?|percent"
+    r"|twice (as|the|what)|(two|three|four|five|six|seven|eight|nine|ten)(fold| times))\b",
+    re.IGNORECASE,
+)
+"""A digit, or a word that says a share or a ratio."""
 
 
 class UnknownName(Exception):
@@ -62,14 +69,14 @@ def fill(page: str, sources: Sources) -> str:
     return _cited(_NAME.sub(named, _HEADING.sub(heading, page)), sources.references)
 
 
-def typed_digits(page: str) -> list[str]:
-    """Every line of a page that has a digit which is no name, citation or command."""
+def typed_figures(page: str) -> list[str]:
+    """Every line of a page with a figure that is no name, citation or command."""
     found = []
     for line in page.splitlines():
         rest = line
         for allowed in _NOT_TYPED:
             rest = allowed.sub("", rest)
-        if re.search(r"\d", rest):
+        if _FIGURE.search(rest):
             found.append(line)
     return found
 

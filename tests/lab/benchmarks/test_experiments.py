@@ -11,6 +11,7 @@ from benchmarks.__main__ import FOLDER
 from benchmarks.paper import tables
 from benchmarks.paper.kept_results import FIXED, RESULTS, Runs, runs_of
 from benchmarks.paper.reproduction import DOCUMENTS, experiments, kept, missing, write_tables
+from benchmarks.paper.simulated_code import code, code_kept, codes
 from benchmarks.paper.tables import TABLES
 from kunserve.core.errors import ConfigError
 from kunserve_lab.compare.comparison import Options, compare
@@ -57,6 +58,44 @@ def test_the_documents_have_the_tables_that_the_committed_results_give() -> None
         assert write_tables(text) == text, "run `python -m benchmarks.paper.reproduction --tables`"
 
 
+def test_every_kept_run_is_what_todays_code_gives_or_is_called_older() -> None:
+    older = codes().older
+    for path in sorted((RESULTS / "simulated").glob("*.jsonl")):
+        for run in load(path):
+            assert path.stem in older or codes().stands(run), (
+                f"{path.stem}: {run.system}, load {run.load:g}, seed {run.seed} is of code "
+                f"{code_kept(run)}: run it again, or say in codes.toml why it stands"
+            )
+
+
+def test_what_has_changed_in_the_simulated_rooms_is_known() -> None:
+    assert code() == codes().today, (
+        "the rooms that decide a simulated run have changed: run again what that moves "
+        "(`python -m benchmarks.paper.reproduction NAME`), then say in "
+        f"benchmarks/results/simulated/codes.toml that today's code is {code()}, and of which runs "
+        f"{codes().today} stands"
+    )
+
+
+@pytest.mark.parametrize(
+    ("system", "drops", "preemptions", "stands"),
+    [("recompute", 0, 0, (True, True)), ("recompute", 0, 3, (False, False)),
+     ("drop", 2, 0, (True, False)), ("static-pp4", 0, 0, (True, False))],
+)  # fmt: skip
+def test_an_older_run_stands_where_the_change_does_not_concern_it(
+    system: str, drops: int, preemptions: int, stands: tuple[bool, bool]
+) -> None:
+    by_code = {one.runs: one for one in codes().stand}
+    kinds = ("without preemptions", "without preemptions and pipelines")
+    for kind, expected in zip(kinds, stands, strict=True):
+        of_code = {"code": by_code[kind].codes[0]}
+        run = replace(result(system, [0.1]), num_drops=drops, num_preemptions=preemptions,
+                      environment=of_code)  # fmt: skip
+        assert codes().stands(run) is expected
+    assert codes().stands(replace(run, environment={"code": codes().today}))
+    assert not codes().stands(replace(run, environment={"code": "0" * 8}))
+
+
 @pytest.mark.dear
 def test_what_the_claims_rest_on_is_what_todays_code_gives() -> None:
     """Where this fails the simulator's answers have changed, and the claims are of another code.
@@ -89,14 +128,22 @@ def test_a_prediction_is_of_the_profile_as_it_is(monkeypatch: pytest.MonkeyPatch
     ratios = {f"TTFT P{p}": {"real": 2.0, "simulated": 3.0} for p in (50, 90, 99)}
     lines = [
         {"name": name, "value": times * value,
-         "settings": {"of": "first-load0.06", "system": "drop", "ratio": ratio, "times": times,
-                      "step_times": "profile"}}
+         "settings": {"of": f"first-load0.06-seed{draw}", "system": "drop", "ratio": ratio,
+                      "times": times, "step_times": steps}}
         for times in (1.0, 1.5)
+        for draw, steps in ((0, "profile"), (0, "its pace"), (1, "profile"))
         for ratio, values in ratios.items()
         for name, value in values.items()
     ]  # fmt: skip
     monkeypatch.setattr(tables, "figures_of", lambda benchmark: lines)
-    assert tables.prediction()[1:] == [("first", "`drop`", *["2.0x, 3.0x"] * 3)]
+    assert tables.prediction()[1:] == [
+        ("first", "`drop`", *["2.0x, 3.0x, 3.0x"] * 3),
+        ("first, draw 1", "`drop`", *["2.0x, 3.0x"] * 3),
+    ]
+    assert tables.prediction_errors()[1:] == [
+        ("AVX-512, by the profile", "`drop`", "2", *["50, 50 %"] * 3),
+        ("AVX-512, at each run's pace", "`drop`", "1", *["50, 50 %"] * 3),
+    ]
 
 
 def test_only_systems_without_results_are_missing(tmp_path: Path) -> None:

@@ -11,12 +11,14 @@ from PIL import Image
 
 from benchmarks.paper.kept_results import FIXED, LONGBENCH, runs_of
 from benchmarks.paper.real_tables import P99, ROUNDS, groups
-from benchmarks.paper.report import checks, drawings, own_tables, real_bursts
+from benchmarks.paper.report import checks, drawings, older_runs, own_tables, real_bursts
 from benchmarks.paper.report.content import FIGURES, ORDER, PAGES, TEMPLATES, pages, sources
 from benchmarks.paper.report.drawings import DRAWINGS, KEPT, digest_of
 from benchmarks.paper.report.references import REFERENCES
-from benchmarks.paper.report.template import Sources, UnknownName, fill, typed_digits
+from benchmarks.paper.report.template import Sources, UnknownName, fill, typed_figures
 from benchmarks.paper.report.web_page import write_html
+from benchmarks.paper.simulated_code import Codes, codes
+from benchmarks.paper.tables import TABLES
 
 AGAIN = "run `make report`"
 SOME = Sources(
@@ -40,7 +42,7 @@ def test_committed_pictures_are_drawn_of_what_is_kept_now(name: str) -> None:
 
 @pytest.mark.parametrize("name", ORDER)
 def test_no_number_of_the_text_is_typed(name: str) -> None:
-    assert typed_digits((TEMPLATES / f"{name}.md").read_text()) == []
+    assert typed_figures((TEMPLATES / f"{name}.md").read_text()) == []
 
 
 @pytest.mark.parametrize(
@@ -51,10 +53,15 @@ def test_no_number_of_the_text_is_typed(name: str) -> None:
         ("{{claims.72b.lower}}, as [@paper2] says, by `1 + x`", False),
         ("[the first](page-2.md) of 12", True),
         ("{{a}} or 40 %", True),
+        ("a quarter of the memory", True),
+        ("five times the memory", True),
+        ("twice as long, and not said twice", True),
+        ("nothing is said twice", False),
+        ("two instances take turns three at a time", False),
     ],
 )
-def test_a_typed_digit_is_found(line: str, is_typed: bool) -> None:
-    assert bool(typed_digits(line)) == is_typed
+def test_a_typed_figure_is_found(line: str, is_typed: bool) -> None:
+    assert bool(typed_figures(line)) == is_typed
 
 
 @pytest.mark.parametrize(
@@ -87,10 +94,16 @@ def test_every_work_is_cited_and_every_table_is_shown() -> None:
 
 
 def test_pictures_have_what_the_rows_have() -> None:
-    swept = runs_of(LONGBENCH)
-    assert drawings.over_loads()["LongBench"]["static-pp"] == {
-        at: (run.ttft_p99_s,) * 3 for at in swept.loads for run in [swept.run("static-pp", at)]
+    swept, claims = runs_of(LONGBENCH), runs_of(FIXED["LongBench"])
+    drawn = drawings.over_loads()["LongBench"]
+    assert drawn["drop-deep"] == {
+        at: (run.ttft_p99_s,) * 3 for at in swept.loads for run in [swept.run("drop-deep", at)]
     }
+    assert drawn.keys() >= {"tp-pairs", "recompute-chunk"}
+    for at in claims.loads:
+        p99_s = [run.ttft_p99_s for run in claims.draws("tp-pairs", at).values()]
+        assert drawn["tp-pairs"][at] == (statistics.median(p99_s), min(p99_s), max(p99_s))
+    assert drawings.late_shares().keys() == FIXED.keys()
     group = groups(ROUNDS)[min(groups(ROUNDS))]
     first = next(iter(drawings.real().values()))
     values = [run.ttft_p99_s for run in group.by_system["drop"]]
@@ -142,6 +155,27 @@ def test_faults_are_counted_or_say_how(tmp_path: Path, monkeypatch: pytest.Monke
         ' "faults": {"drops": 3, "restores": 2, "kill -9": 4, "words lost": 1}, "commit": "abc"}\n'
     )
     assert checks.faults()[1] == ("5 min, 4", "10", "6", "4", "0", "5", "5", "0", "abc")
+
+
+def test_what_an_older_simulator_made_is_said() -> None:
+    text = "".join((TEMPLATES / f"{name}.md").read_text() for name in ORDER)
+    tables = {**TABLES, **own_tables.OWN}
+    shown = [tables[name] for name in re.findall(r"\{\{table:([\w-]+)\}\}", text)]
+    older = {name for table in shown for name in table.of} & set(codes().older)
+    assert {name for name in older if f"{{{{older.{name}}}}}" not in text} == set()
+
+
+def test_a_notice_says_what_has_changed_and_goes_with_the_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = {"one": [{"commit": "a"}], "two": [{"commit": "a", "code": "b"}]}
+    monkeypatch.setattr(older_runs, "figures_of", lines.__getitem__)
+    monkeypatch.setattr(older_runs, "codes", lambda: Codes("c", ("one", "two"), ()))
+    assert older_runs.BATCHES in older_runs.notice("one")
+    assert older_runs.PREEMPTED in older_runs.notice("two")
+    assert older_runs.BATCHES not in older_runs.notice("two")
+    monkeypatch.setattr(older_runs, "codes", lambda: Codes("c", (), ()))
+    assert older_runs.notice("one") == ""
 
 
 def test_what_lost_is_one_line_each() -> None:

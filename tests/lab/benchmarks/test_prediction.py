@@ -1,16 +1,33 @@
 """Ratios of a real cluster beside those of its simulations."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.brain import prediction
-from benchmarks.brain.prediction import Simulated, misses, report_ratios, system_of
+from benchmarks.brain.kept_runs import run_of as run_of_kept
+from benchmarks.brain.prediction import (
+    Simulated,
+    config_of,
+    misses,
+    report_ratios,
+    system_of,
+    workload_of,
+)
 from benchmarks.report import Report
 from kunserve.core.config import KunServeConfig, OverloadConfig
+from kunserve.core.errors import ConfigError
+from kunserve_lab.bench.metrics import compute_metrics
 from kunserve_lab.bench.runfile import Run
+from kunserve_lab.compare.experiment_file import read_experiment
+from kunserve_lab.compare.results import RunResult, load
 from tests.lab.bench.comparisons import run_of
+
+ROOT = Path(__file__).parents[3]
+KEPT = load(ROOT / "benchmarks/results/overload-first")
+EXPERIMENT = read_experiment(ROOT / "experiments/overload.toml")
 
 
 def simulated(name: str, real_s: float, found_s: list[float], number: int = 1) -> Simulated:
@@ -83,3 +100,34 @@ def test_a_run_says_which_system_it_was(label: str, policy: str, name: str) -> N
     config = KunServeConfig(overload=OverloadConfig(policy=policy))
     assert system_of(run, config).name == name
     assert prediction.PLACE.search(f"{label}-load0.06-seed0-round1")[0] == "-load0.06-seed0"
+
+
+@pytest.mark.parametrize("result", KEPT, ids=lambda one: f"{one.system}-{one.round}")
+def test_a_kept_line_gives_a_run_with_its_figures(result: RunResult) -> None:
+    run = run_of_kept(result, EXPERIMENT)
+    metrics = compute_metrics(run.records, run.duration_s)
+    for percentile in (50.0, 99.0):
+        assert metrics.ttft.percentile_s(percentile) == pytest.approx(
+            result.percentile_s("ttft", percentile), abs=1e-3
+        )
+        assert metrics.tpot.percentile_s(percentile) == pytest.approx(
+            result.percentile_s("tpot", percentile), abs=1e-4
+        )
+    assert metrics.output_throughput == pytest.approx(result.output_throughput, rel=1e-3)
+    assert run.provenance == result.provenance
+    assert len(workload_of(run, None, 0.0)) == result.num_requests
+    assert config_of(run).cluster.num_instances == 2
+
+
+def test_a_request_that_failed_has_no_token() -> None:
+    failed = replace(KEPT[0], ttft_ms=(None, *KEPT[0].ttft_ms[1:]))
+    first, second = run_of_kept(failed, EXPERIMENT).records[:2]
+    assert (first.succeeded, first.token_times_s) == (False, ())
+    assert second.succeeded
+    assert len(second.token_times_s) == second.asked_output_tokens
+
+
+def test_lines_of_other_requests_are_refused() -> None:
+    other = replace(KEPT[0], load=0.06)
+    with pytest.raises(ConfigError, match="recompute, load 0.06: the experiment has"):
+        run_of_kept(other, EXPERIMENT)
