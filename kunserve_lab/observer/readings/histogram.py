@@ -102,7 +102,11 @@ def from_cumulative(buckets: Mapping[float, float], total: float) -> Histogram |
 
 def merged(histograms: Iterable[Histogram]) -> Histogram | None:
     """All together; None where there is none."""
+    some = list(histograms)
+    if len({one.bounds for one in some}) == 1:  # the usual case: a day asks for millions
+        counts = tuple(map(sum, zip(*(one.counts for one in some), strict=True)))
+        return Histogram(some[0].bounds, counts, sum(one.total for one in some))
     result: Histogram | None = None
-    for one in histograms:
+    for one in some:
         result = one if result is None else result + one
     return result

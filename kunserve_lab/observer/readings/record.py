@@ -1,6 +1,7 @@
 """Readings in a file: a line of JSON each, so that what was seen can be judged again."""
 
 import os
+import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 from kunserve.core.errors import ConfigError
 from kunserve_lab.observer.readings.page import Reading
 
+LONG = 10_000
+"""Readings, from which on it is said how far one has come: a day of four servers takes minutes."""
 _DECODER = msgspec.json.Decoder(Reading)
 
 
@@ -88,11 +91,14 @@ class Record:
         """Between two readings of one replica: the median, at least a tenth of a second."""
 
     def __iter__(self) -> Iterator[Reading]:
+        number = len(self._offsets)
         try:
             with self._path.open("rb") as file:
-                for at in self._offsets:
+                for done, at in enumerate(self._offsets, start=1):
                     file.seek(at)
                     yield _DECODER.decode(file.readline())
+                    if number >= LONG and done * 10 // number > (done - 1) * 10 // number:
+                        print(f"read from {self._path}: {done / number:.0%}", file=sys.stderr)
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(
                 f"--from {self._path} was changed while it was read: {error}"

@@ -13,8 +13,8 @@ from kunserve.core.errors import ConfigError
 from kunserve_lab.observer.episodes.episode import Episode
 from kunserve_lab.observer.episodes.what_if import Judged, Measured
 from kunserve_lab.observer.output.show import JsonLines
-from kunserve_lab.observer.readings import prometheus
-from kunserve_lab.observer.readings.histogram import Histogram
+from kunserve_lab.observer.readings import prometheus, record
+from kunserve_lab.observer.readings.histogram import Histogram, merged
 from kunserve_lab.observer.readings.page import PageError, parse_page
 from kunserve_lab.observer.readings.record import Record, Recorder, by_moment
 from kunserve_lab.observer.run import MOST_ON_PAGE, Observer
@@ -51,12 +51,11 @@ def test_a_record_that_was_cut_goes_on_in_a_new_line(tmp_path: Path) -> None:
         recorder = Recorder(path)
         recorder.write([one])
         recorder.close()
-        record = Record(path)
-        assert list(record)[-1] == one
+        assert list(Record(path))[-1] == one
         with path.open("ab") as file:
             file.write(b'{"replica": "a", "time')
-    record = Record(path)
-    assert (list(record), record.num_left_out, record.period_s) == ([first, second], 2, 2.5)
+    found = Record(path)
+    assert (list(found), found.num_left_out, found.period_s) == ([first, second], 2, 2.5)
 
 
 def test_readings_of_two_recorders_are_in_order_of_time(tmp_path: Path) -> None:
@@ -64,6 +63,33 @@ def test_readings_of_two_recorders_are_in_order_of_time(tmp_path: Path) -> None:
     recorder.write(parse_page(VLLM, "a", at)[0] for at in (3.0, 4.0, 1.0, 2.0))
     recorder.close()
     assert [one.time_s for one in Record(tmp_path / "fleet.jsonl")] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_who_waits_for_a_long_record_hears_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = Recorder(tmp_path / "fleet.jsonl")
+    recorder.write(parse_page(VLLM, "a", float(at))[0] for at in range(4))
+    recorder.close()
+    assert len(list(Record(tmp_path / "fleet.jsonl"))) == 4
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(record, "LONG", 4)
+    list(Record(tmp_path / "fleet.jsonl"))
+    assert [line.rpartition(" ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "25%", "50%", "75%", "100%"
+    ]  # fmt: skip
+
+
+def test_histograms_together_are_as_if_added_one_by_one() -> None:
+    draw = random.Random(1)
+    some = [Histogram((1.0, 5.0), tuple(float(draw.randrange(9)) for _ in range(3)),
+                      float(draw.randrange(99))) for _ in range(20)]  # fmt: skip
+    added = some[0]
+    for one in some[1:]:
+        added = added + one
+    assert merged(some) == added and merged(iter(some[:1])) == some[0] and merged([]) is None
+    small = Histogram((2.0,), (1.0, 0.0), 1.0)
+    assert merged([*some, small]) == added, "of two versions of a server the larger one stands"
 
 
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
