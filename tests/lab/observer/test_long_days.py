@@ -3,7 +3,7 @@
 import asyncio
 import io
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +113,19 @@ def test_a_long_time_is_read_in_parts_and_in_order(
     assert [first.time_s, *(one.time_s for one in readings)] == moments
 
 
-def watched(settings: Settings, out: io.StringIO) -> Observer:
-    """For a moment; what goes wrong is raised."""
+def watched(
+    settings: Settings,
+    out: io.StringIO,
+    until: Callable[[Observer], bool] = lambda observer: bool(observer._session.history),
+) -> Observer:
+    """Until then; what goes wrong is raised."""
     observer = Observer(settings, JsonLines(out))
 
     async def watch() -> None:
         stop = asyncio.Event()
         task = asyncio.create_task(observer.watch(stop))
         async with asyncio.timeout(60):
-            while not task.done() and not observer._session.history:
+            while not task.done() and not until(observer):
                 await asyncio.sleep(0.02)
         stop.set()
         await task
@@ -169,9 +173,13 @@ def test_nonsense_of_one_server_keeps_no_other_from_being_watched(
 ) -> None:
     assert ours in VLLM
     urls = servers.serve(lambda: VLLM.replace(ours, theirs)), servers.serve(lambda: VLLM)
-    observer = watched(Settings(urls=urls, period_s=0.1), io.StringIO())
     name = urls[1].removeprefix("http://")
-    assert name in [one.name for one in observer._session.history[-1].view.present]
+
+    def is_there(observer: Observer) -> bool:
+        history = observer._session.history
+        return len(history) > 2 and name in [one.name for one in history[-1].view.present]
+
+    watched(Settings(urls=urls, period_s=0.1), io.StringIO(), is_there)
 
 
 def test_what_a_reader_of_pages_does_not_foresee_is_told_of_its_server(
@@ -183,7 +191,11 @@ def test_what_a_reader_of_pages_does_not_foresee_is_told_of_its_server(
         return 1 // 0 if text == SGLANG else parse_page(text, replica, time_s)
 
     monkeypatch.setattr("kunserve_lab.observer.readings.scrape.parse_page", read)
-    observer = watched(Settings(urls=urls, period_s=0.1), io.StringIO())
+    observer = watched(
+        Settings(urls=urls, period_s=0.1),
+        io.StringIO(),
+        lambda observer: bool(observer._session.replicas) and urls[0] in observer._errors,
+    )
     assert "cannot be read: ZeroDivisionError" in observer._errors[urls[0]]
     assert len(observer._session.replicas) == 1
 
