@@ -5,6 +5,7 @@
 
 import functools
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -50,7 +51,7 @@ class Codes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def stands(self, run: RunResult) -> bool:
         """Whether a kept run is of today's code, or one that its changes do not concern."""
-        made = code_kept(run)
+        made = code_kept(run.environment)
         return made == self.today or any(
             made in group.codes and group.holds(run) for group in self.stand
         )
@@ -68,6 +69,6 @@ def codes() -> Codes:
     return msgspec.convert(tomllib.loads(FILE.read_text()), Codes)
 
 
-def code_kept(run: RunResult) -> str:
-    """The digest that was kept with a run, of older ones the commit."""
-    return str(run.environment.get("code") or run.environment.get("commit"))
+def code_kept(made: Mapping[str, object]) -> str:
+    """The digest that is kept in these conditions of a run, of older ones the commit."""
+    return str(made.get("code") or made["commit"])

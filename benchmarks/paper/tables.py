@@ -3,8 +3,9 @@
 import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from benchmarks.paper.real_tables import (
     slow_rounds,
     vllm_classes,
 )
-from benchmarks.paper.simulated_code import codes
+from benchmarks.paper.simulated_code import code_kept, codes
 from benchmarks.paper.sparse_models import NAMES
 from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances
 from kunserve_lab.compare.simulated.projection import HELPS
@@ -116,16 +117,17 @@ def shedding() -> list[Row]:
     return rows
 
 
-SLO_FACTORS = (1.0, 2.0, 4.0, 5.0, 10.0)
+SLO_NAMES, SLO_FACTORS = ("LongBench", "heavy weights", "72B"), (1.0, 2.0, 4.0, 5.0, 10.0)
+"""Some of them: the report has all."""
 
 
-def slo() -> list[Row]:
+def slo(names: Iterable[str], factors: Sequence[float]) -> list[Row]:
     """Requests over the objective by its scale, at the load of claims: medians of the draws."""
-    rows: list[Row] = [("times the base", *(f"{factor:g}" for factor in SLO_FACTORS))]
-    for name in ("LongBench", "heavy weights", "72B"):
+    rows: list[Row] = [("times the base", *(f"{factor:g}" for factor in factors))]
+    for name in names:
         runs = runs_of(FIXED[name])
         for system in ("recompute", "drop", "endless"):
-            late = (runs.violations(system, runs.fixed, factor) for factor in SLO_FACTORS)
+            late = (runs.violations(system, runs.fixed, factor) for factor in factors)
             rows.append((f"{name}: `{system}`", *(f"{100 * share:.0f} %" for share in late)))
     return rows
 
@@ -216,10 +218,12 @@ def agreement() -> list[Row]:
 PREDICTED = ("drop", "endless")
 RATIOS = ("TTFT P50", "TTFT P90", "TTFT P99")
 STEPS_OF = {"profile": "by the profile", "its pace": "at each run's pace"}
+SAME_HOUR = "AVX2"
+"""In the names of bursts whose profile is of their hour."""
 _DRAW = re.compile(r"-(?:load)?[\d.]+(?:-seed(\d+))?$")
 
 
-def _predicted() -> dict[tuple[str, str, str, str], dict[str, float]]:
+def predicted() -> dict[tuple[str, str, str, str], dict[str, float]]:
     """By burst, its steps, system and ratio: what was real, and what was simulated."""
     found: dict[tuple[str, str, str, str], dict[str, float]] = {}
     for line in figures_of("prediction_ratio"):
@@ -236,7 +240,7 @@ def _predicted() -> dict[tuple[str, str, str, str], dict[str, float]]:
 
 def prediction() -> list[Row]:
     """How many times lower TTFT is than under `recompute`: real bursts, and their simulations."""
-    found = _predicted()
+    found = predicted()
     rows: list[Row] = [("real, by the profile, at its pace", "system", *RATIOS)]
     for burst, system in dict.fromkeys((burst, system) for burst, _, system, _ in found):
         cells = []
@@ -252,8 +256,8 @@ def prediction() -> list[Row]:
 def prediction_errors() -> list[Row]:
     """By how much simulated ratios miss real ones: the median of the bursts, and the worst."""
     missed: dict[tuple[str, str, str], list[float]] = {}
-    for (burst, steps, system, ratio), one in _predicted().items():
-        kind = "AVX2" if "AVX2" in burst else "AVX-512"
+    for (burst, steps, system, ratio), one in predicted().items():
+        kind = SAME_HOUR if SAME_HOUR in burst else "AVX-512"
         error = 100 * abs(one["simulated"] / one["real"] - 1)
         missed.setdefault((f"{kind}, {STEPS_OF[steps]}", system, ratio), []).append(error)
     rows: list[Row] = [("missed by: median, worst", "system", "bursts", *RATIOS)]
@@ -264,7 +268,7 @@ def prediction_errors() -> list[Row]:
     return rows
 
 
-OLDER = "; not run again by today's simulator"
+OLDER = "; some not run again by today's simulator"
 
 
 def standing() -> list[Row]:
@@ -291,8 +295,7 @@ class Table:
             path = RESULTS / name
             path = path / "results.jsonl" if path.is_dir() else path.with_suffix(".jsonl")
             for line in map(json.loads, path.read_text().splitlines()):
-                made = line.get("environment", line)
-                found[made.get("code") or made["commit"]] = None
+                found[code_kept(line.get("environment", line))] = None
         older = not {Path(name).name for name in self.of}.isdisjoint(codes().older)
         return f"Code: {', '.join(sorted(found))}{OLDER if older else ''}."
 
@@ -311,10 +314,10 @@ _CLAIMS = _simulated(
 )
 TABLES: dict[str, Table] = {
     "claims": Table(claims, (*_CLAIMS, "cost_model")),
-    "slo": Table(slo, _simulated(*FIXED.values())),
+    "slo": Table(partial(slo, SLO_NAMES, SLO_FACTORS), _simulated(*FIXED.values())),
     "longbench": Table(longbench, _simulated(LONGBENCH)),
     "memory-or-compute": Table(memory_or_compute, ("memory_or_compute",)),
-    "agreement": Table(agreement, (*_simulated(*EXPERIMENTS), "map_agreement")),
+    "agreement": Table(agreement, (*_simulated(*EXPERIMENTS), "map_agreement", "burst_map")),
     "burst-map": Table(burst_map.table, ("burst_map",)),
     "fixed": Table(fixed, _simulated(*FIXED.values())),
     "instead": Table(instead, _simulated(*INSTEAD_EXPERIMENTS)),

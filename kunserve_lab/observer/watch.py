@@ -60,7 +60,7 @@ class ReplicaView:
     compute_short: bool
     full_in_s: float | None
     """Until demand exceeds the memory, if it goes on so; None: not within `FORECAST_S`."""
-    busy_in_s: float | None = None
+    busy_in_s: float | None
     """Until prompts take all of its compute; the same."""
 
     @property

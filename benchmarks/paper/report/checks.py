@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.markdown import Row
 from benchmarks.paper.kept_results import RESULTS, figures_of
+from benchmarks.paper.tables import SAME_HOUR, predicted
 
 CHAOS = RESULTS / "chaos.jsonl"
 CHAOS_COMMAND = "python -m benchmarks.faults.chaos >> benchmarks/results/chaos.jsonl"
@@ -16,32 +17,24 @@ _CHANGES = ("drops", "restores")
 
 NEAR = 25.0
 """How far off a prediction may be to be near, in percent."""
-SAME_HOUR = "AVX2"
-"""In the names of the bursts whose profile is of their hour."""
 
 
 def prediction_errors() -> list[float]:
     """Of the ratio recompute / drop, simulated over real: TTFT of each burst, as percent."""
-    return [error for _, system, error in _predictions() if system == "drop"]
+    return [error for _, system, error in _by_profile() if system == "drop"]
 
 
 def near_predictions() -> float:
     """The share of all such ratios that come near, where the profile is of the same hour."""
-    return statistics.mean(abs(error) <= NEAR for of, _, error in _predictions() if SAME_HOUR in of)
+    return statistics.mean(abs(error) <= NEAR for of, _, error in _by_profile() if SAME_HOUR in of)
 
 
-def _predictions() -> list[tuple[str, str, float]]:
-    """Of which burst and system, and by how many percent the simulated ratio is off: TTFT."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for line in figures_of("prediction_ratio"):
-        settings = line["settings"]
-        if settings["times"] == 1.0 and settings["step_times"] == "profile":
-            key = settings["of"], settings["system"], settings["ratio"]
-            found.setdefault(key, {})[line["name"]] = line["value"]
+def _by_profile() -> list[tuple[str, str, float]]:
+    """Of which burst and system, and by how many percent the simulated ratio is off."""
     return [
-        (of, system, 100 * (one["simulated"] / one["real"] - 1))
-        for (of, system, ratio), one in found.items()
-        if ratio.startswith("TTFT")
+        (burst, system, 100 * (one["simulated"] / one["real"] - 1))
+        for (burst, steps, system, _), one in predicted().items()
+        if steps == "profile"
     ]
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from benchmarks.markdown import Row, markdown
 from benchmarks.paper import burst_map
-from benchmarks.paper.kept_results import FIXED, runs_of
+from benchmarks.paper.kept_results import FIXED
 from benchmarks.paper.points import RunKey, kept
 from benchmarks.paper.real_tables import ABOVE, ROUNDS
 from benchmarks.paper.report.checks import faults
 from benchmarks.paper.report.real_bursts import folders, placed_table
 from benchmarks.paper.report.real_bursts import table as real_bursts
 from benchmarks.paper.report.template import Text
-from benchmarks.paper.tables import TABLES, Table
+from benchmarks.paper.tables import TABLES, Table, slo
 from kunserve_lab.compare.slo import FACTORS
 from kunserve_lab.sim.devices import GIGA, find_device
 from kunserve_lab.sim.fluid import Capacity
@@ -130,17 +130,6 @@ def token_time() -> list[Row]:
     return rows
 
 
-def late() -> list[Row]:
-    """Requests over the objective by its scale, at the load of claims: medians of the draws."""
-    rows: list[Row] = [("times the base", *(f"{factor:g}" for factor in FACTORS))]
-    for name, experiment in FIXED.items():
-        runs = runs_of(experiment)
-        for system in ("recompute", "drop", "endless"):
-            shares = (runs.violations(system, runs.fixed, factor) for factor in FACTORS)
-            rows.append((f"{name}: `{system}`", *(f"{100 * share:.0f} %" for share in shares)))
-    return rows
-
-
 def lost() -> list[Row]:
     """Every decision that says what lost: its title, and how that begins."""
     rows: list[Row] = [("decision", "what lost, or was left out")]
@@ -199,7 +188,10 @@ OWN: dict[str, Table] = {
     "real-bursts": Table(real_bursts, folders()),
     "real-on-map": Table(placed_table, (ROUNDS, ABOVE)),
     "faults": Table(faults, ()),
-    "late": Table(late, tuple(f"simulated/{name}" for name in FIXED.values())),
+    "late": Table(
+        functools.partial(slo, FIXED, FACTORS),
+        tuple(f"simulated/{name}" for name in FIXED.values()),
+    ),
     "lost": Table(lost, ()),
     "models": Table(models, ()),
     "clusters": Table(clusters, ()),

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import aiohttp
 from kunserve.core.errors import ConfigError
 from kunserve_lab.observer.readings.names import DIALECTS, series_names
 from kunserve_lab.observer.readings.page import PageError, Reading, Series, readings_of
+from kunserve_lab.observer.readings.progress import tell_tenth
 
 MOST_POINTS = 240
 """Of a series in one answer, an hour at 15 s: what is held in memory at once."""
@@ -42,8 +42,8 @@ def read_prometheus(
     has_some, failed = False, None
     for number, span in enumerate(spans, start=1):
         readings, error = _readings(asyncio.run(_ask(url, span, step_s, selector)))
-        if number * 10 // len(spans) > (number - 1) * 10 // len(spans) and len(spans) > 1:
-            print(f"read from {url}: {number / len(spans):.0%}", file=sys.stderr)
+        if len(spans) > 1:
+            tell_tenth(url, number, len(spans))
         has_some, failed = has_some or bool(readings), error or failed
         yield from readings
     if not has_some:

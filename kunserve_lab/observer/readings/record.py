@@ -1,7 +1,6 @@
 """Readings in a file: a line of JSON each, so that what was seen can be judged again."""
 
 import os
-import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 
 from kunserve.core.errors import ConfigError
 from kunserve_lab.observer.readings.page import Reading
+from kunserve_lab.observer.readings.progress import tell_tenth
 
 LONG = 10_000
 """Readings, from which on it is said how far one has come: a day of four servers takes minutes."""
@@ -97,8 +97,8 @@ class Record:
                 for done, at in enumerate(self._offsets, start=1):
                     file.seek(at)
                     yield _DECODER.decode(file.readline())
-                    if number >= LONG and done * 10 // number > (done - 1) * 10 // number:
-                        print(f"read from {self._path}: {done / number:.0%}", file=sys.stderr)
+                    if number >= LONG:
+                        tell_tenth(self._path, done, number)
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(
                 f"--from {self._path} was changed while it was read: {error}"

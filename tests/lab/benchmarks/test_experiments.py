@@ -64,7 +64,7 @@ def test_every_kept_run_is_what_todays_code_gives_or_is_called_older() -> None:
         for run in load(path):
             assert path.stem in older or codes().stands(run), (
                 f"{path.stem}: {run.system}, load {run.load:g}, seed {run.seed} is of code "
-                f"{code_kept(run)}: run it again, or say in codes.toml why it stands"
+                f"{code_kept(run.environment)}: run it again, or say in codes.toml why it stands"
             )
 
 
