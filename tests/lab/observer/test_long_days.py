@@ -163,16 +163,9 @@ def test_a_reader_that_goes_loses_no_report(servers: FakeServers, tmp_path: Path
     assert "data:image/png;base64," in report.read_text()
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [('Qwen2.5-14B"} 3.0', 'Qwen2.5-14B"} 1e308'), ('num_gpu_blocks="1000"', 'num_gpu_blocks="²"'),
-     ('Qwen2.5-14B"} 2.0', 'Qwen2.5-14B"} -7'), ('Qwen2.5-14B"} 5.0', 'Qwen2.5-14B"} 1e300')],
-)  # fmt: skip
-def test_nonsense_of_one_server_keeps_no_other_from_being_watched(
-    servers: FakeServers, ours: str, theirs: str
-) -> None:
-    assert ours in VLLM
-    urls = servers.serve(lambda: VLLM.replace(ours, theirs)), servers.serve(lambda: VLLM)
+def test_nonsense_of_one_server_keeps_no_other_from_being_watched(servers: FakeServers) -> None:
+    page = VLLM.replace('Qwen2.5-14B"} 3.0', 'Qwen2.5-14B"} 1e308')
+    urls = servers.serve(lambda: page), servers.serve(lambda: VLLM)
     name = urls[1].removeprefix("http://")
 
     def is_there(observer: Observer) -> bool:
