@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.markdown import Row, markdown
 from benchmarks.paper.kept_results import figures_of
+from benchmarks.paper.simulated_code import code
 from benchmarks.report import Report, Setting
 from kunserve_lab.compare.settings import SimulatedSetup
 from kunserve_lab.compare.simulated.scenario import Scenario, build_scenario
@@ -238,7 +239,7 @@ def main() -> None:
         print(markdown(table()))
         return
     known = {one.point for one in kept()}
-    with Report(BENCHMARK) as report:
+    with Report(BENCHMARK, code()) as report:
         for point in points(options.draws):
             if point not in known:
                 measure(report, point)

@@ -75,15 +75,15 @@ PIPELINES = {"static-pp": "pairs", "static-pp4": "fours", "static-pp8": "eights"
 
 
 def _pipelines(field: str) -> str:
-    """What each depth of static pipelines changes, over its loads."""
+    """What each depth of static pipelines changes, over its loads and draws."""
     runs = runs_of("pp_degree_burstgpt")
     parts = []
     for system, name in PIPELINES.items():
         changes = [
-            100 * (getattr(runs.run(system, at), field)
-                   / getattr(runs.run("recompute", at), field) - 1)
+            100 * (getattr(run, field) / getattr(runs.draws("recompute", at)[seed], field) - 1)
             for at in runs.loads
-        ]  # fmt: skip
+            for seed, run in runs.draws(system, at).items()
+        ]
         parts.append(f"{name} {_range(changes, '{:+.0f}')} %")
     return ", ".join(parts)
 

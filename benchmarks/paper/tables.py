@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.gpu_kit.kept_day import RUNS as GPU_RUNS
 from benchmarks.gpu_kit.kept_day import gpu_burst, gpu_day, gpu_steps
 from benchmarks.markdown import Row
-from benchmarks.paper import burst_map
+from benchmarks.paper import burst_map, test_set
 from benchmarks.paper.claims import CLAIMS
 from benchmarks.paper.instead import INSTEAD_EXPERIMENTS, instead
 from benchmarks.paper.kept_results import (
@@ -24,9 +24,8 @@ from benchmarks.paper.kept_results import (
     runs_of,
     signed,
 )
-from benchmarks.paper.map_agreement import EXPERIMENTS, Compared, compared
-from benchmarks.paper.peer_tables import peers
-from benchmarks.paper.real_tables import (
+from benchmarks.paper.kept_tables.peers import peers
+from benchmarks.paper.kept_tables.real import (
     ABOVE,
     FIRST,
     RIVALS,
@@ -42,9 +41,10 @@ from benchmarks.paper.real_tables import (
     slow_rounds,
     vllm_classes,
 )
+from benchmarks.paper.kept_tables.sparse import sparse_bursts, sparse_instances
+from benchmarks.paper.map_agreement import EXPERIMENTS, Compared, compared
 from benchmarks.paper.simulated_code import code_kept, codes
 from benchmarks.paper.sparse_models import NAMES
-from benchmarks.paper.sparse_tables import sparse_bursts, sparse_instances
 from kunserve_lab.compare.simulated.projection import HELPS
 
 
@@ -321,6 +321,7 @@ TABLES: dict[str, Table] = {
     "burst-map": Table(burst_map.table, ("burst_map",)),
     "fixed": Table(fixed, _simulated(*FIXED.values())),
     "instead": Table(instead, _simulated(*INSTEAD_EXPERIMENTS)),
+    "test-set": Table(test_set.table, (test_set.BENCHMARK,)),
     "shedding": Table(shedding, _simulated(*(FIXED[name] for name in SHED_AT))),
     "peers": Table(peers, ("peers",)),
     "prediction": Table(prediction, ("prediction_ratio",)),

@@ -23,7 +23,7 @@ from pathlib import Path
 import kunserve
 from benchmarks.markdown import Row, markdown
 from benchmarks.paper.held_back import held_back
-from benchmarks.paper.kept_results import RESULTS
+from benchmarks.paper.kept_results import RESULTS, ranged
 from benchmarks.paper.points import ROOT, Point, later_azure_trace, run_figures
 from benchmarks.paper.simulated_code import code
 from benchmarks.report import Report
@@ -33,7 +33,7 @@ from kunserve_lab.compare.settings import WorkloadSettings, workload_of
 from kunserve_lab.workload.traces import read_azure
 
 BENCHMARK = "test_set"
-P99 = "P99 TTFT"
+P99, DROPS = "P99 TTFT", "drops"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,22 @@ def points() -> Iterator[Point]:
     """Every point: the experiments' own windows, then those that are held back."""
     back = held_back()
     for name in back.draws:
-        yield Point(f"{name}, new draws", name, _load(name), None, is_test=True)
+        yield Point(anew(name), name, _load(name), None, is_test=True)
     for number, window_s in enumerate(back.windows, start=1):
         for name in back.in_windows:
             at = _load(name) * _rate(_workload(name)) / _rate_later(window_s)
-            where = f"{name}, window {number}"
+            where = in_window(name, number)
             yield Point(where, name, at, None, later_window_s=window_s, is_test=True)
+
+
+def anew(experiment: str) -> str:
+    """The point of an experiment's own window."""
+    return f"{experiment}, new draws"
+
+
+def in_window(experiment: str, number: int) -> str:
+    """The point of a window; they count from 1."""
+    return f"{experiment}, window {number}"
 
 
 def _load(name: str) -> float:
@@ -130,31 +140,39 @@ def ask(*, again: bool) -> None:
                 report.add(name, value, unit, point=point.name, seed=seed, system=system)
 
 
+def lower(point: str, system: str, version: str, of_code: str) -> list[float]:
+    """How many times lower P99 TTFT is under `drop` than under the system, draw by draw."""
+    theirs, ours = (_draws(P99, point, name, version, of_code) for name in (system, "drop"))
+    return [theirs[seed] / ours[seed] for seed in sorted(theirs.keys() & ours.keys())]
+
+
+def _draws(figure: str, point: str, system: str, version: str, of_code: str) -> dict[int, float]:
+    """One figure of one system by seed."""
+    wanted = point, system, version, of_code
+    return {
+        asked.seed: figures[figure]
+        for asked, figures in kept().items()
+        if (asked.point, asked.system, asked.version, asked.code) == wanted
+    }
+
+
+def newest() -> tuple[str, str]:
+    """Version and code of the release that was asked last."""
+    return [(asked.version, asked.code) for asked in kept()][-1]
+
+
 def table() -> list[Row]:
-    """P99 TTFT of the others over that of `drop`, by point and release: medians of the draws."""
-    made = kept()
+    """By point and release: P99 TTFT under `drop`, and that of the others over it."""
     others = [name for name in held_back().systems if name != "drop"]
-    rows: list[Row] = [("point", "version", "code", *(f"`{name}`" for name in others))]
-    for point, version, of_code in dict.fromkeys((a.point, a.version, a.code) for a in made):
-        cells = []
-        for other in others:
-            ratios = [
-                figures[P99] / made[ours][P99]
-                for asked, figures in made.items()
-                for ours in [Asked(point, asked.seed, "drop", version, of_code)]
-                if (asked.point, asked.version, asked.code) == (point, version, of_code)
-                and asked.system == other
-                and ours in made
-            ]
-            cells.append(_ranged(ratios))
-        rows.append((point, version, of_code, *cells))
+    head = ("requests", "release", "drops", "`drop` (s)", *(f"`{name}`" for name in others))
+    rows: list[Row] = [head]
+    for point, *release in dict.fromkeys((a.point, a.version, a.code) for a in kept()):
+        p99_s, drops = (_draws(figure, point, "drop", *release).values() for figure in (P99, DROPS))
+        gains = [lower(point, other, *release) for other in others]
+        cells = (ranged(some, "x") if some else "-" for some in gains)
+        ours = f"{statistics.median(drops):g}", f"{statistics.median(p99_s):.1f}"
+        rows.append((point, "{} ({})".format(*release), *ours, *cells))
     return rows
-
-
-def _ranged(ratios: list[float]) -> str:
-    if not ratios:
-        return "-"
-    return f"{statistics.median(ratios):.1f}x ({min(ratios):.1f}-{max(ratios):.1f})"
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.paper.real_tables import MAY_MISS
+from benchmarks.paper.kept_tables.real import MAY_MISS
 from benchmarks.report import Report
 from kunserve_lab.bench.client import CallSettings
 from kunserve_lab.bench.metrics import tpot_s, ttft_s

@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+from benchmarks.paper.report.asked_values import asked_values
 from benchmarks.paper.report.drawings import DRAWINGS, Drawing
 from benchmarks.paper.report.measured_values import measured_values
 from benchmarks.paper.report.older_runs import older_values
@@ -23,7 +24,13 @@ ORDER = ("index", "paper-figures")
 def sources() -> Sources:
     """Everything that a page may name."""
     values: dict[str, Text] = {}
-    for some in (simulated_values(), measured_values(), older_values(), paper_values()):
+    for some in (
+        simulated_values(),
+        measured_values(),
+        asked_values(),
+        older_values(),
+        paper_values(),
+    ):
         assert not values.keys() & some.keys(), values.keys() & some.keys()
         values |= some
     figures = {name: partial(_figure, name, drawing) for name, drawing in DRAWINGS.items()}

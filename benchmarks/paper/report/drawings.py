@@ -22,8 +22,8 @@ from benchmarks.paper.kept_results import (
     Runs,
     runs_of,
 )
+from benchmarks.paper.kept_tables.real import P99, rate
 from benchmarks.paper.map_agreement import DRAWN_BASE, dots, panel
-from benchmarks.paper.real_tables import P99, rate
 from benchmarks.paper.report import real_bursts
 from kunserve_lab.compare.output.map_figure import Panel, draw_maps
 from kunserve_lab.compare.simulated.burst_map import (

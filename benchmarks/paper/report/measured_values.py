@@ -5,8 +5,8 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.gpu_kit import kept_day
-from benchmarks.paper import real_tables
 from benchmarks.paper.kept_results import figures_of, signed
+from benchmarks.paper.kept_tables import real
 from benchmarks.paper.report import checks, real_bursts
 from benchmarks.paper.report.own_tables import bounds
 from benchmarks.paper.report.template import Text
@@ -17,7 +17,7 @@ from kunserve_lab.compare.settings import RealSetup
 from kunserve_lab.sim.models import find_model
 
 SYSTEMS = ("recompute", "drop", "endless")
-BURSTS = {"second": real_tables.SECOND, "first": real_tables.FIRST}
+BURSTS = {"second": real.SECOND, "first": real.FIRST}
 """The second one fits after a drop. The first is higher, and does not."""
 FIELDS = {
     "p50": ("P50 TTFT (s)", "{:.2f} s"),
@@ -25,7 +25,7 @@ FIELDS = {
     "tpot": ("P50 TPOT (ms)", "{:.0f} ms"),
     "tpot90": ("P90 TPOT (ms)", "{:.0f} ms"),
     "pause": ("longest pause (s)", "{:.1f} s"),
-    "late": (real_tables.LATE, "{:.0%}"),
+    "late": (real.LATE, "{:.0%}"),
 }
 
 
@@ -76,7 +76,7 @@ def _rivals() -> dict[str, Text]:
     """Time per token of two systems that deal requests out in turn."""
 
     def told(system: str) -> str:
-        groups = real_tables.groups(real_tables.RIVALS)
+        groups = real.groups(real.RIVALS)
         return f"{real_bursts.median(groups[min(groups)], system, 'P50 TPOT (ms)'):.0f} ms"
 
     dealt = ("vllm-rr", "recompute-rr")
@@ -84,12 +84,12 @@ def _rivals() -> dict[str, Text]:
 
 
 def _group(place: str) -> AtLoad:
-    (group,) = real_tables.groups(BURSTS[place]).values()
+    (group,) = real.groups(BURSTS[place]).values()
     return group
 
 
 def _rate(place: str) -> str:
-    return real_tables.rate(_group(place))
+    return real.rate(_group(place))
 
 
 def _rounds(place: str) -> str:
@@ -101,12 +101,12 @@ def _requests(place: str) -> str:
 
 
 def _told(place: str, system: str, row: str, form: str) -> str:
-    return real_tables.spaced(form.format(real_bursts.median(_group(place), system, row)))
+    return real.spaced(form.format(real_bursts.median(_group(place), system, row)))
 
 
 def _ratio(place: str, above: str, below: str) -> str:
     """Of the medians of P99 TTFT."""
-    one, two = (real_bursts.median(_group(place), name, real_tables.P99) for name in (above, below))
+    one, two = (real_bursts.median(_group(place), name, real.P99) for name in (above, below))
     return f"{one / two:.1f}"
 
 

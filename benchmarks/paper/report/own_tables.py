@@ -10,8 +10,8 @@ from pathlib import Path
 from benchmarks.markdown import Row, markdown
 from benchmarks.paper import burst_map
 from benchmarks.paper.kept_results import FIXED
+from benchmarks.paper.kept_tables.real import ABOVE, ROUNDS
 from benchmarks.paper.points import RunKey, kept
-from benchmarks.paper.real_tables import ABOVE, ROUNDS
 from benchmarks.paper.report.checks import faults
 from benchmarks.paper.report.real_bursts import folders, placed_table
 from benchmarks.paper.report.real_bursts import table as real_bursts

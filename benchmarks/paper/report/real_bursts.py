@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.markdown import Row
-from benchmarks.paper import real_tables
 from benchmarks.paper.kept_results import RESULTS
+from benchmarks.paper.kept_tables import real
+from benchmarks.paper.kept_tables.real import FIRST, SECOND, figures, groups, rate, spaced
 from benchmarks.paper.points import Point
-from benchmarks.paper.real_tables import FIRST, SECOND, figures, groups, rate, spaced
 from kunserve_lab.compare.experiment_file import read_experiment
 from kunserve_lab.compare.groups import AtLoad
 from kunserve_lab.compare.output.table import Cell, Pick, cell
@@ -25,19 +25,19 @@ SECOND_COMMAND = (
     "overload-second-burst"
 )
 EXPERIMENTS = {
-    real_tables.ROUNDS: "overload",
+    real.ROUNDS: "overload",
     FIRST: "overload",
     SECOND: "overload_second_burst",
 }
 """The experiments in ``experiments/`` that the folders are of."""
 WORDS = {
-    real_tables.ROUNDS: "first burst",
+    real.ROUNDS: "first burst",
     FIRST: "first burst, capped",
     SECOND: "second burst, capped",
 }
 ELSEWHERE = {
-    real_tables.SLOW_FIRST: "first burst, capped, AMD Zen 3 (AVX2)",
-    real_tables.SLOW_SECOND: "second burst, capped, AMD Zen 3 (AVX2)",
+    real.SLOW_FIRST: "first burst, capped, AMD Zen 3 (AVX2)",
+    real.SLOW_SECOND: "second burst, capped, AMD Zen 3 (AVX2)",
 }
 """On other processors, at loads for those. On no map, because the map has step times of Zen 4."""
 P95 = "P95 TTFT (s)"
@@ -57,10 +57,10 @@ def bursts() -> Iterator[tuple[str, AtLoad]]:
 
 
 def picks(group: AtLoad) -> dict[str, tuple[Pick, str]]:
-    """`real_tables.figures`, with P95 before P99, which of a hundred requests is the second one."""
+    """`real.figures`, with P95 before P99, which of a hundred requests is the second one."""
     found: dict[str, tuple[Pick, str]] = {}
     for name, told in figures(group).items():
-        if name == real_tables.P99:
+        if name == real.P99:
             found[P95] = p95_s, ".1f"
         found[name] = told
     return found
@@ -158,7 +158,7 @@ def placed() -> tuple[Placed, ...]:
         able = capacity(scenario)
         expected = outlook(scenario, able)
         assert expected is not None, (folder, group.load)
-        before, after = (median(group, name, real_tables.P99) for name in ("recompute", "drop"))
+        before, after = (median(group, name, real.P99) for name in ("recompute", "drop"))
         where = f"{WORDS.get(folder, 'first burst')}, {rate(group)}"
         found.append(Placed(where, able, expected, before / after))
     return tuple(found)
@@ -166,10 +166,10 @@ def placed() -> tuple[Placed, ...]:
 
 def _above() -> Iterator[tuple[str, AtLoad]]:
     """Higher loads of the first burst; those that its rounds have are there already."""
-    known = groups(real_tables.ROUNDS)
-    for at, group in sorted(groups(real_tables.ABOVE).items()):
+    known = groups(real.ROUNDS)
+    for at, group in sorted(groups(real.ABOVE).items()):
         if at not in known:
-            yield real_tables.ABOVE, group
+            yield real.ABOVE, group
 
 
 def placed_table() -> list[Row]:

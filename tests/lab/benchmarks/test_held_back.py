@@ -102,7 +102,9 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(test_set, "points", lambda: iter(points))
     monkeypatch.setattr(Point, "scenario", lambda self, seed: seed)
     monkeypatch.setattr(
-        test_set, "run_figures", lambda system, seed: iter([("P99 TTFT", figures[system], "s")])
+        test_set,
+        "run_figures",
+        lambda system, seed: iter([("P99 TTFT", figures[system], "s"), ("drops", seed, "")]),
     )
     kept_results.figures_of.cache_clear()
     yield tmp_path / "test_set.jsonl"
@@ -111,9 +113,10 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_version_is_asked_once(answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     test_set.ask(again=False)
     lines = answers.read_text().splitlines()
-    assert len(lines) == 4 * len(SEEDS)
+    assert len(lines) == 2 * 4 * len(SEEDS)
     assert {json.loads(line)["code"] for line in lines} == {test_set.code()}
-    assert test_set.table()[1][3:] == ("3.0x (3.0-3.0)", "2.0x (2.0-2.0)", "0.7x (0.7-0.7)")
+    shown = ("14.5", "3.0", "3.0x (3.0-3.0)", "2.0x (2.0-2.0)", "0.7x (0.7-0.7)")
+    assert test_set.table()[1][2:] == shown
     with pytest.raises(ConfigError, match="has been asked: --table"):
         test_set.ask(again=False)
     monkeypatch.setattr(test_set, "code", lambda: "00000000")

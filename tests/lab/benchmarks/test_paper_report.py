@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.paper.kept_results import FIXED, LONGBENCH, runs_of
-from benchmarks.paper.real_tables import P99, ROUNDS, groups
+from benchmarks.paper.kept_tables.real import P99, ROUNDS, groups
 from benchmarks.paper.report import checks, drawings, older_runs, own_tables, real_bursts
 from benchmarks.paper.report.content import FIGURES, ORDER, PAGES, TEMPLATES, pages, sources
 from benchmarks.paper.report.drawings import DRAWINGS, KEPT, digest_of

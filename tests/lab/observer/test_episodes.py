@@ -114,6 +114,7 @@ def test_the_nearest_draws_are_taken(
 ) -> None:
     """By a distance that prefers late first tokens, late ones come out, and the reverse."""
     monkeypatch.setattr(what_if, "_ways", lambda *_: {})
+    monkeypatch.setattr(what_if, "TRIED", 3)
     found = []
     for sign in (-1.0, 1.0):
         monkeypatch.setattr(what_if, "distance", lambda _, ttfts, by=sign: by * sum(ttfts))

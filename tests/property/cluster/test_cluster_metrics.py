@@ -173,7 +173,7 @@ class MetricsMachine(TransitionsMachine):
 
 
 TestMetrics: Any = pytest.mark.dear(MetricsMachine.TestCase)
-TestMetrics.settings = settings(max_examples=examples(20), stateful_step_count=40)
+TestMetrics.settings = settings(max_examples=examples(8), stateful_step_count=40)
 
 
 def test_what_a_follower_did_before_it_followed_is_counted_at_once() -> None:
