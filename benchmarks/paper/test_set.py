@@ -53,13 +53,13 @@ def results_path() -> Path:
 
 
 def kept() -> dict[Asked, dict[str, float]]:
-    """The figures of every run that was made, by name."""
+    """The figures by name of every run that was made; of one that was cut off, nothing."""
     found: dict[Asked, dict[str, float]] = {}
     path = results_path()
     for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
         asked = Asked(**line["settings"], code=line["code"])
         found.setdefault(asked, {})[line["name"]] = line["value"]
-    return found
+    return {asked: figures for asked, figures in found.items() if {P99, DROPS} <= figures.keys()}
 
 
 def points() -> Iterator[Point]:
