@@ -26,6 +26,7 @@ from benchmarks.paper.kept_results import (
     SHAREGPT,
     figures_of,
 )
+from benchmarks.paper.simulated_code import code
 from benchmarks.report import Report
 from kunserve_lab.compare.experiment_file import read_experiment
 from kunserve_lab.compare.output.map_figure import Panel, plot_maps
@@ -126,7 +127,7 @@ def _place(mix: str, utilization: float) -> str:
 
 def compare_all() -> None:
     """Every run, as lines."""
-    with Report(BENCHMARK) as report:
+    with Report(BENCHMARK, code()) as report:
         for where, run, simulated, expected in (*of_experiments(), *of_bursts()):
             for name, value in (
                 ("height", expected.height),

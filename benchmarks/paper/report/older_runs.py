@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from benchmarks.paper import burst_map
 from benchmarks.paper.kept_results import figures_of
 from benchmarks.paper.report.template import Text
 from benchmarks.paper.simulated_code import codes
@@ -16,10 +15,9 @@ MARK = " (older simulator)"
 def older_values() -> dict[str, Text]:
     """``older.FILE``: a sentence below its table. ``older.FILE.mark``: in the midst of one."""
     found: dict[str, Text] = {}
-    for name in ("burst_map", "targets", "sensitivity"):
+    for name in ("targets", "sensitivity"):
         found[f"older.{name}"] = partial(notice, name)
         found[f"older.{name}.mark"] = partial(_if_older, name, MARK)
-    found["older.drawn"] = _drawn
     return found
 
 
@@ -32,8 +30,3 @@ def notice(benchmark: str) -> str:
 
 def _if_older(benchmark: str, text: str) -> str:
     return text if benchmark in codes().older else ""
-
-
-def _drawn() -> str:
-    """How many of the map's bursts are such runs."""
-    return _if_older("burst_map", f" ({len(burst_map.kept())} of them in an older simulator)")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import FOLDER
-from benchmarks.paper import tables
+from benchmarks.paper import burst_map, map_agreement, tables
 from benchmarks.paper.kept_results import FIXED, RESULTS, Runs, runs_of
 from benchmarks.paper.reproduction import DOCUMENTS, experiments, kept, missing, write_tables
 from benchmarks.paper.simulated_code import code, code_kept, codes
@@ -115,6 +115,14 @@ def test_what_the_claims_rest_on_is_what_todays_code_gives(system: str, seed: in
     for count in ("num_drops", "num_restores", "num_preemptions"):
         assert getattr(now, count) == getattr(then, count), count
     assert then.num_drops or then.num_preemptions
+
+
+def test_the_map_has_the_bursts_that_were_simulated_last() -> None:
+    """Where this fails, run `python -m benchmarks.paper.map_agreement` again."""
+    told = map_agreement.compared()
+    drawn = sorted(one.simulated for one in told if one.where not in map_agreement.EXPERIMENTS)
+    simulated = sorted(one.times_lower() for one in burst_map.kept())
+    assert drawn == pytest.approx(simulated, rel=2e-3)
 
 
 def test_what_is_committed_of_a_run_can_be_read_again(tmp_path: Path) -> None:
