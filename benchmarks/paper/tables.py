@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.gpu_kit.kept_day import RUNS as GPU_RUNS
 from benchmarks.gpu_kit.kept_day import gpu_burst, gpu_day, gpu_steps
 from benchmarks.markdown import Row
-from benchmarks.paper import burst_map, test_set
+from benchmarks.paper import burst_map, inside_burst, test_set
 from benchmarks.paper.claims import CLAIMS
 from benchmarks.paper.instead import INSTEAD_EXPERIMENTS, instead
 from benchmarks.paper.kept_results import (
@@ -322,6 +322,10 @@ TABLES: dict[str, Table] = {
     "fixed": Table(fixed, _simulated(*FIXED.values())),
     "instead": Table(instead, _simulated(*INSTEAD_EXPERIMENTS)),
     "test-set": Table(test_set.table, (test_set.BENCHMARK,)),
+    "inside-burst": Table(
+        inside_burst.table,
+        (inside_burst.BENCHMARK, *_simulated(*inside_burst.ABLATIONS.values())),
+    ),
     "shedding": Table(shedding, _simulated(*(FIXED[name] for name in SHED_AT))),
     "peers": Table(peers, ("peers",)),
     "prediction": Table(prediction, ("prediction_ratio",)),

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable
 from functools import partial
 
-from benchmarks.paper import burst_map
+from benchmarks.paper import burst_map, inside_burst
 from benchmarks.paper.claims import CLAIMS
 from benchmarks.paper.kept_results import FIXED, figures_of, ranged, runs_of, signed
 from benchmarks.paper.map_agreement import compared
@@ -30,6 +30,8 @@ NAMES = {
 LIGHT = ("LongBench", "whole trace", "ShareGPT", "BurstGPT-like")
 """Those of Qwen2.5-14B in whole GPUs."""
 ABLATIONS = {"light": "ablation", "heavy": "ablation_heavy"}
+INSIDE = {"light": "LongBench", "heavy": "heavy weights"}
+"""Their points in `inside_burst`."""
 RESTORATION, PIPELINES = "restoration_burstgpt", "pp_degree_burstgpt"
 P99, P50, TPOT = "ttft_p99_s", "ttft_p50_s", "tpot_p50_s"
 OUTPUT, TPOT99 = "output_throughput", "tpot_p99_s"
@@ -192,6 +194,9 @@ def _ablation() -> dict[str, Text]:
             found[f"{of}.{without}.tpot"] = partial(_changes, *pair, *TPOT_TAILS)
             found[f"{of}.{without}.output"] = partial(_changes, *pair, OUTPUT)
     found["ablation.window"] = _window
+    for slug, name in INSIDE.items():
+        for system in ("drop-basic", "drop"):
+            found[f"inside.{slug}.{system}"] = partial(_inside, name, system)
     return found
 
 
@@ -202,6 +207,11 @@ def _changes(name: str, system: str, other: str, *fields: str) -> str:
         more = [100 / gain - 100 for gain in runs_of(name).gains(other, field, system)]
         parts.append(f"{statistics.median(more):+.0f} ({min(more):+.0f} to {max(more):+.0f})")
     return f"{' / '.join(parts)} %"
+
+
+def _inside(name: str, system: str) -> str:
+    """How many times lower P99 is than under `recompute` of requests that arrive in the burst."""
+    return ranged(inside_burst.lower(name, system, 99.0), "x")
 
 
 def _window() -> str:

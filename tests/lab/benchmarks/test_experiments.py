@@ -4,11 +4,13 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from benchmarks.__main__ import FOLDER
-from benchmarks.paper import burst_map, map_agreement, tables
+from benchmarks.paper import burst_map, inside_burst, map_agreement, tables
 from benchmarks.paper.kept_results import FIXED, RESULTS, Runs, runs_of
 from benchmarks.paper.reproduction import DOCUMENTS, experiments, kept, missing, write_tables
 from benchmarks.paper.simulated_code import code, code_kept, codes
@@ -19,6 +21,7 @@ from kunserve_lab.compare.experiment import Experiment, check_experiment
 from kunserve_lab.compare.experiment_file import read_experiment
 from kunserve_lab.compare.results import load
 from kunserve_lab.compare.settings import workload_of
+from kunserve_lab.workload.burst import Burst
 from kunserve_lab.workload.data.catalog import DATA_SETS
 from tests.lab.bench.comparisons import result
 
@@ -123,6 +126,19 @@ def test_the_map_has_the_bursts_that_were_simulated_last() -> None:
     drawn = sorted(one.simulated for one in told if one.where not in map_agreement.EXPERIMENTS)
     simulated = sorted(one.times_lower() for one in burst_map.kept())
     assert drawn == pytest.approx(simulated, rel=2e-3)
+
+
+def test_within_the_burst_are_those_who_arrive_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [
+        SimpleNamespace(sent_s=float(at), token_times_s=[at + wait])
+        for at, wait in ((9, 50.0), (10, 1.0), (15, 3.0), (20, 2.0), (21, 50.0))
+    ]
+    result = SimpleNamespace(run=SimpleNamespace(records=records))
+    monkeypatch.setattr(inside_burst, "burst_of", lambda _: Burst(10.0, 10.0, 2.0, 1.0))
+    monkeypatch.setattr(inside_burst, "simulate", lambda *_: result)
+    found = {name: value for name, value, _ in inside_burst.figures("drop", Mock())}
+    assert found["requests"] == 3
+    assert found["P50 TTFT"] == 2.0 and found["P99.9 TTFT"] == pytest.approx(3.0, abs=0.01)
 
 
 def test_what_is_committed_of_a_run_can_be_read_again(tmp_path: Path) -> None:
