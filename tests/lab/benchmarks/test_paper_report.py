@@ -165,17 +165,12 @@ def test_what_an_older_simulator_made_is_said() -> None:
     assert {name for name in older if f"{{{{older.{name}}}}}" not in text} == set()
 
 
-def test_a_notice_says_what_has_changed_and_goes_with_the_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lines = {"one": [{"commit": "a"}], "two": [{"commit": "a", "code": "b"}]}
-    monkeypatch.setattr(older_runs, "figures_of", lines.__getitem__)
-    monkeypatch.setattr(older_runs, "codes", lambda: Codes("c", ("one", "two"), ()))
-    assert older_runs.BATCHES in older_runs.notice("one")
-    assert older_runs.PREEMPTED in older_runs.notice("two")
-    assert older_runs.BATCHES not in older_runs.notice("two")
+def test_a_notice_goes_with_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = older_runs.older_values()
+    monkeypatch.setattr(older_runs, "codes", lambda: Codes("c", (older_runs.TARGETS,), ()))
+    assert {one() for one in said.values()} == {older_runs.NOTICE, older_runs.MARK}
     monkeypatch.setattr(older_runs, "codes", lambda: Codes("c", (), ()))
-    assert older_runs.notice("one") == ""
+    assert {one() for one in said.values()} == {""}
 
 
 def test_what_lost_is_one_line_each() -> None:
