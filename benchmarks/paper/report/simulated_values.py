@@ -30,8 +30,6 @@ NAMES = {
 LIGHT = ("LongBench", "whole trace", "ShareGPT", "BurstGPT-like")
 """Those of Qwen2.5-14B in whole GPUs."""
 ABLATIONS = {"light": "ablation", "heavy": "ablation_heavy"}
-INSIDE = {"light": "LongBench", "heavy": "heavy weights"}
-"""Their points in `inside_burst`."""
 RESTORATION, PIPELINES = "restoration_burstgpt", "pp_degree_burstgpt"
 P99, P50, TPOT = "ttft_p99_s", "ttft_p50_s", "tpot_p50_s"
 OUTPUT, TPOT99 = "output_throughput", "tpot_p99_s"
@@ -67,7 +65,7 @@ def simulated_values() -> dict[str, Text]:
         found[f"tail.{system}"] = partial(_tail, system)
     for slug, name in NAMES.items():
         found |= _claim(slug, FIXED[name])
-    return found | _ablation() | _bubbles() | _restoration() | _few_draws() | _map() | _bursts()
+    return found | _ablation() | _bubbles() | _restoration() | _single() | _map() | _bursts()
 
 
 def _claim(slug: str, name: str) -> dict[str, Text]:
@@ -194,9 +192,10 @@ def _ablation() -> dict[str, Text]:
             found[f"{of}.{without}.tpot"] = partial(_changes, *pair, *TPOT_TAILS)
             found[f"{of}.{without}.output"] = partial(_changes, *pair, OUTPUT)
     found["ablation.window"] = _window
-    for slug, name in INSIDE.items():
+    points = {experiment: point for point, experiment in inside_burst.ABLATIONS.items()}
+    for slug, name in ABLATIONS.items():
         for system in ("drop-basic", "drop"):
-            found[f"inside.{slug}.{system}"] = partial(_inside, name, system)
+            found[f"inside.{slug}.{system}"] = partial(_inside, points[name], system)
     return found
 
 
@@ -209,9 +208,9 @@ def _changes(name: str, system: str, other: str, *fields: str) -> str:
     return f"{' / '.join(parts)} %"
 
 
-def _inside(name: str, system: str) -> str:
+def _inside(point: str, system: str) -> str:
     """How many times lower P99 is than under `recompute` of requests that arrive in the burst."""
-    return ranged(inside_burst.lower(name, system, 99.0), "x")
+    return ranged(inside_burst.lower(point, system, 99.0), "x")
 
 
 def _window() -> str:
@@ -246,17 +245,12 @@ def _restoration() -> dict[str, Text]:
     return found
 
 
-def _few_draws() -> dict[str, Text]:
-    """Of what has fewer draws than the claims."""
-
-    def draws(name: str, system: str) -> str:
-        return str(len(runs_of(name).draws(system, runs_of(name).fixed)))
-
+def _single() -> dict[str, Text]:
+    """Of experiments that one row or sentence names."""
+    restored = runs_of(RESTORATION)
     return {
-        "restoration.draws": partial(draws, RESTORATION, "drop"),
-        "pipelines.draws": partial(draws, PIPELINES, "static-pp"),
+        "restoration.draws": lambda: str(len(restored.draws("drop", restored.fixed))),
         "pipelines.loads": lambda: str(len(runs_of(PIPELINES).loads)),
-        "extreme.draws": partial(draws, "extreme_burst", "drop"),
         "extreme.gain": _extreme_gain,
     }
 
