@@ -1,6 +1,6 @@
 """Products by AMX: their order of additions, whatever rows share a step, and the instructions.
 
-No processor here has AMX, so its instructions are done in C (``amx/instructions.h``).
+Of bfloat16, in attention, and of packed weights. No processor here has AMX, so its instructions are done in C (``amx/instructions.h``).
 """
 
 import ctypes
@@ -16,31 +16,45 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kunserve.engine.cpu.kernels import library as library_module
 from kunserve.engine.cpu.kernels.build import FLAGS, SOURCES
 from kunserve.engine.cpu.kernels.levels import LEVELS
 from kunserve.engine.cpu.kernels.ops import Finish, linear
 from kunserve.engine.cpu.kernels.tiles import why_not
+from tests.unit.engine import test_attention
+from tests.unit.engine.cpu import test_packed
 
 HERE = Path(__file__).parent / "amx"
-PARTS = [HERE / "linears.c", SOURCES / "pool.c", SOURCES / "amx.c"]
 SLOW_FLAGS = {"-O3"}
 Linear = Callable[..., torch.Tensor]
 
 
-def compile_parts(target: Path, *flags: str) -> None:
-    command = ["gcc", "-O1", *(flag for flag in FLAGS if flag not in SLOW_FLAGS), f"-I{SOURCES}"]
-    subprocess.run([*command, *flags, "-o", target, *PARTS], check=True)
+NOT_COMPILED = {"f32.c", "ends.c"}
+"""Kernels for float32, which take half of the time, and what calls them."""
+
+
+def compile_for_bfloat16(target: Path, *flags: str) -> None:
+    command = ["gcc", "-O1", *(flag for flag in FLAGS if flag not in SLOW_FLAGS), *flags]
+    sources = sorted(path for path in SOURCES.glob("*.c") if path.name not in NOT_COMPILED)
+    subprocess.run([*command, "-o", target, *sources], check=True)
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library whose products of bfloat16 go through tiles that are done in C."""
+    """The kernels with tiles that are done in C."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc")
-    target = tmp_path_factory.mktemp("amx") / "linears.so"
+    target = tmp_path_factory.mktemp("amx") / "kernels.so"
     emulation = ("-DKUN_AMX", "-DKUN_AMX_INSTRUCTIONS=<instructions.h>", f"-I{HERE}")
-    compile_parts(target, "-march=native", *emulation)
+    compile_for_bfloat16(target, "-march=native", *emulation)
     return target
+
+
+@pytest.fixture
+def through_tiles(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test calls goes through tiles."""
+    with_tiles = library_module.load(str(emulated), is_other=True)
+    monkeypatch.setattr(library_module, "library", lambda: with_tiles)
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +146,28 @@ def test_exact_sums_are_those_of_other_kernels(
         assert torch.equal(*results)
 
 
+@pytest.mark.parametrize(
+    ("window", "cap", "group", "dim"),
+    [(None, None, 3, 64), (50, 2.0, 3, 64), (None, None, 1, 96), (None, None, 7, 32)],
+)
+def test_attention_of_a_row_does_not_depend_on_its_batch(through_tiles, window, cap, group, dim):
+    test_attention.test_bits_do_not_depend_on_batching("bfloat16", window, cap, group, dim)
+
+
+def test_attention_is_the_plain_one_however_threads_share_it(through_tiles):
+    test_attention.test_threads_share_a_long_context_and_no_bit_tells("bfloat16", 600, (0,))
+
+
+@pytest.mark.parametrize("kind", test_packed.FORMATS)
+def test_rows_of_packed_weights_need_no_tiles_for_their_bits(through_tiles, kind):
+    """Integers have one sum, and what follows is in the same order: fewer than 16 go without."""
+    weight = test_packed.matrix(kind, test_packed.stored(kind, 40, 512), 512)
+    x = random(50, 512, seed=1)
+    few = torch.cat([linear(part, weight, finish=Finish.FLOAT) for part in x.split(15)])
+    for rows in (16, 19, 50):
+        assert torch.equal(linear(x[:rows], weight, finish=Finish.FLOAT), few[:rows])
+
+
 def test_numbers_too_small_to_be_normal_count_as_zero(by_amx: Linear):
     """As in all other kernels of AVX-512 BF16: its instructions do the same."""
     x, w = torch.zeros(1, 8).bfloat16(), torch.zeros(1, 8).bfloat16()
@@ -155,11 +191,16 @@ def test_the_real_level_has_the_instructions(tmp_path: Path):
     probe = ["gcc", *level.flags, "-E", "-x", "c", "/dev/null"]
     if subprocess.run(probe, capture_output=True, check=False).returncode:
         pytest.skip("this gcc knows no AMX")
-    compile_parts(tmp_path / "linears.so", *level.flags)
-    command = ["objdump", "--disassemble", "--no-show-raw-insn", str(tmp_path / "linears.so")]
+    compile_for_bfloat16(tmp_path / "kernels.so", *level.flags)
+    command = ["objdump", "--disassemble", "--no-show-raw-insn", str(tmp_path / "kernels.so")]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for instruction in ("ldtilecfg", "tilezero", "tileloadd", "tdpbf16ps", "tilestored"):
+    products = {"tdpbf16ps", "tdpbsud"}
+    for instruction in products | {
+        "ldtilecfg",
+        "tilezero",
+        "tileloadd",
+        "tilestored",
+        "tilerelease",
+    }:
         assert instruction in text, instruction
-    assert (
-        "tilerelease" in text and "vdpbf16ps" not in text.split("<amx_pass>:")[1].split("\n\n")[0]
-    )
+    assert "vdpbf16ps" not in text

@@ -30,19 +30,20 @@ class Level:
     """Of AMX, which Linux gives on demand, so the kernels are tried before they are taken."""
 
 
-_V4_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_V4_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
+_V4_BF16_FLAGS = (*_V4_VNNI_FLAGS, "-mavx512bf16")
 _V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}  # every processor with the first has the second
 
 LEVELS = (
     Level(
         "x86-64-v4-amx",
         "x86_64",
-        (*_V4_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-DKUN_AMX"),
-        _V4_BF16 | {"amx_bf16", "amx_tile"},
+        (*_V4_VNNI_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DKUN_AMX"),
+        _V4_BF16 | {"amx_bf16", "amx_int8", "amx_tile"},
         has_tiles=True,
     ),
     Level("x86-64-v4-bf16", "x86_64", _V4_BF16_FLAGS, _V4_BF16),
-    Level("x86-64-v4-vnni", "x86_64", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}),
+    Level("x86-64-v4-vnni", "x86_64", _V4_VNNI_FLAGS, _V4 | {"avx512_vnni"}),
     Level("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
     Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
     Level("armv8-a", "aarch64", ("-march=armv8-a",), frozenset()),

@@ -14,6 +14,7 @@
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
+#undef _tile_dpbsud
 #endif
 
 #define _tile_loadconfig tile_in_c_shape
@@ -22,6 +23,7 @@
 #define _tile_stored tile_in_c_store
 #define _tile_zero tile_in_c_zero
 #define _tile_dpbf16ps tile_in_c_products
+#define _tile_dpbsud tile_in_c_bytes
 
 typedef struct {
   int rows, row_bytes; /* 0: none of its rows may be used */
@@ -91,14 +93,37 @@ static inline void tile_in_c_wide(float *to, const uint8_t *pairs, int odd) {
   }
 }
 
-static inline void tile_in_c_products(int to, int left, int right) {
-  tile_in_c *c = &tiles_in_c[to];
-  const tile_in_c *a = &tiles_in_c[left], *b = &tiles_in_c[right];
-  float wide[16][2][16];
+/* Shapes of which products can be made. */
+static inline void tile_in_c_need_product(int to, int left, int right) {
+  const tile_in_c *a = &tiles_in_c[left], *b = &tiles_in_c[right], *c = &tiles_in_c[to];
   tile_in_c_need(to != left && left != right && right != to);
   tile_in_c_need(a->rows > 0 && b->rows > 0 && c->rows > 0);
   tile_in_c_need(c->rows == a->rows && c->row_bytes == b->row_bytes);
   tile_in_c_need(a->row_bytes == 4 * b->rows && c->row_bytes % 4 == 0);
+}
+
+/* Signed bytes of `left` times unsigned ones of `right`, added to 32 bits. */
+static inline void tile_in_c_bytes(int to, int left, int right) {
+  tile_in_c *c = &tiles_in_c[to];
+  const tile_in_c *a = &tiles_in_c[left], *b = &tiles_in_c[right];
+  tile_in_c_need_product(to, left, right);
+  for (int m = 0; m < c->rows; m++) {
+    uint32_t total[16];
+    memcpy(total, c->at[m], sizeof total);
+    for (int k = 0; k < b->rows; k++) {
+      for (int n = 0; n < 64; n++) {
+        total[n / 4] += (uint32_t)((int8_t)a->at[m][4 * k + n % 4] * b->at[k][n]);
+      }
+    }
+    memcpy(c->at[m], total, (size_t)c->row_bytes);
+  }
+}
+
+static inline void tile_in_c_products(int to, int left, int right) {
+  tile_in_c *c = &tiles_in_c[to];
+  const tile_in_c *a = &tiles_in_c[left], *b = &tiles_in_c[right];
+  float wide[16][2][16];
+  tile_in_c_need_product(to, left, right);
   for (int k = 0; k < b->rows; k++) {
     for (int odd = 0; odd < 2; odd++) tile_in_c_wide(wide[k][odd], b->at[k], odd);
   }

@@ -17,24 +17,33 @@ typedef struct {
 _Static_assert(sizeof(tile_shapes) == 64, "LDTILECFG reads 64 bytes");
 
 #define WIDE AMX_ROW_BYTES
-#define SHAPES(h) \
-  {1, 0, {0}, {WIDE, WIDE, WIDE, WIDE, WIDE, WIDE, WIDE}, {h, h, h, h, AMX_HEIGHT, h, h}}
-static const tile_shapes shapes[AMX_HEIGHT] = {
-    SHAPES(1), SHAPES(2),  SHAPES(3),  SHAPES(4),  SHAPES(5),  SHAPES(6),  SHAPES(7),  SHAPES(8),
-    SHAPES(9), SHAPES(10), SHAPES(11), SHAPES(12), SHAPES(13), SHAPES(14), SHAPES(15), SHAPES(16)};
+/* Tiles A and C of `h` rows; `steps` rows of tile B, and as many times 4 bytes of A. */
+#define SHAPES(h, steps)                                                                 \
+  {1, 0, {0}, {WIDE, WIDE, WIDE, WIDE, WIDE, 4 * (steps), 4 * (steps)}, {h, h, h, h, steps, h, h}}
+#define OF_WORDS(h) SHAPES(h, AMX_HEIGHT)
+static const tile_shapes shapes[AMX_HEIGHT + 1] = {
+    SHAPES(AMX_HEIGHT, AMX_BYTE_STEPS),
+    OF_WORDS(1), OF_WORDS(2),  OF_WORDS(3),  OF_WORDS(4),  OF_WORDS(5),  OF_WORDS(6),
+    OF_WORDS(7), OF_WORDS(8),  OF_WORDS(9),  OF_WORDS(10), OF_WORDS(11), OF_WORDS(12),
+    OF_WORDS(13), OF_WORDS(14), OF_WORDS(15), OF_WORDS(16)};
 
-static _Thread_local int shaped; /* the height; 0 before the first use and after a release */
+#define NONE (-1)
+static _Thread_local int shaped = NONE; /* which of them, or none at first and after a release */
 
-void amx_shape(int height) {
-  if (shaped == height) return; /* a change takes about as long as ten products of tiles */
-  _tile_loadconfig(&shapes[height - 1]);
-  shaped = height;
+static void take_shape(int which) {
+  if (shaped == which) return; /* a change takes about as long as ten products of tiles */
+  _tile_loadconfig(&shapes[which]);
+  shaped = which;
 }
 
+void amx_shape(int height) { take_shape(height); }
+
+void amx_shape_of_bytes(void) { take_shape(0); }
+
 void amx_release(void) {
-  if (shaped == 0) return;
+  if (shaped == NONE) return;
   _tile_release();
-  shaped = 0;
+  shaped = NONE;
 }
 
 static _Thread_local struct {

@@ -24,6 +24,10 @@ int32_t kun_allow_amx(void);
 
 /* Tile AMX_PANEL_TILE has 16 rows from now on in this thread, all others `height`. */
 void amx_shape(int height);
+/* For blocks of packed weights: it has AMX_BYTE_STEPS rows, others 16, tiles A of as many times 4
+ * bytes. */
+#define AMX_BYTE_STEPS 8
+void amx_shape_of_bytes(void);
 /* Memory of this thread, until its next call. */
 void *amx_scratch(size_t bytes);
 /* At the end of a job. */

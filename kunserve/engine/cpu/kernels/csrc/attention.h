@@ -107,6 +107,7 @@ static void open_piece(const attention_job *job, const attention_piece *piece,
       memcpy(to, q + query * stride, (size_t)(group * dim) * sizeof(elem));
     }
   }
+#ifndef AMX_PRODUCTS
   if (piece->queries * group <= SPREAD_ROWS) {
     spread_rows(b->spread, (const char *)b->q, rows * dim * (long)sizeof(elem));
 #if PIECE < LANES
@@ -118,6 +119,7 @@ static void open_piece(const attention_job *job, const attention_piece *piece,
     }
 #endif
   }
+#endif
   see_nothing(&b->seen, rows, dim);
   b->has_before = 0;
 }
@@ -291,6 +293,10 @@ static void blend_span(const attention_job *job, const attention_piece *piece,
     next[i] = next_fetched(list, values->panels[i]);
     none[i] = (fetched_pair){values->panels[i], values->panels[i]};
   }
+#ifdef AMX_PRODUCTS
+  (void)none;
+  amx_blend_span(b, piece, group, values, next, first, rows, dim, from, count);
+#else
   int packs = rows - first > 2 * TILE_ROWS;
   if (packs) pack_values(b->values, values, next, dim, count);
   long most = packs ? PACKED_TILE_ROWS : TILE_ROWS;
@@ -300,6 +306,7 @@ static void blend_span(const attention_job *job, const attention_piece *piece,
     if (packs) blend_packed(height, b, row, dim, seen);
     else blend_direct(height, b, values, row == first ? next : none, row, dim, seen);
   }
+#endif
 }
 
 /* Positions [from, from + SPAN) for all rows of the piece. What `list` has is fetched meanwhile, as

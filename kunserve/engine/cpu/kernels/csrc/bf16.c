@@ -1,7 +1,7 @@
 /* Every kernel for bfloat16. */
 #define KUN_BF16
 #ifdef KUN_AMX
-#define AMX_LINEAR
+#define AMX_PRODUCTS
 #endif
 #include "typed.h"
 #include "transpose.h"
@@ -9,7 +9,7 @@
 #include "factors.h"
 #include "panel_tile.h"
 #include "linear.h"
-#ifdef AMX_LINEAR
+#ifdef AMX_PRODUCTS
 #include "amx_linear.h"
 #endif
 #include "packed.h"
@@ -19,6 +19,9 @@
 #include "scores.h"
 #include "soften.h"
 #include "blend.h"
+#ifdef AMX_PRODUCTS
+#include "amx_attention.h"
+#endif
 #include "attention.h"
 #include "reduce.h"
 #include "experts.h"

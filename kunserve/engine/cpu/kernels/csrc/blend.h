@@ -79,6 +79,7 @@ static void pack_values(char *packed, const span_rows *values, const fetched_pai
   }
 }
 
+#ifndef AMX_PRODUCTS /* else amx_attention.h */
 /* acc = acc * rescale + weights x V, for a piece of each of `width` vectors of columns from d on. */
 INLINE float *sums_at(const attention_buffers *b, long row, long d, const long dim, int piece) {
   return b->seen.acc + row * dim + d + piece * PIECE;
@@ -233,3 +234,4 @@ static void blend_direct(int rows, const attention_buffers *b, const span_rows *
   else if (dim == 128) direct_128(rows, b, values, next, row, keys);
   else direct_any(rows, b, values, next, row, dim, keys);
 }
+#endif

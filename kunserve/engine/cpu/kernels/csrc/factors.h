@@ -6,13 +6,13 @@
  * always with AVX2, they lie in the order in which a pass reads them: one run of memory, where the
  * rows of x would be as many. Elsewhere they are x as it lies. */
 #if defined(KUN_BF16) && (defined(__AVX512F__) || PIECE < LANES) && !defined(HAS_BF16) && \
-    !defined(AMX_LINEAR)
+    !defined(AMX_PRODUCTS)
 #define WIDENS_X
 typedef float factor;
 #else
 typedef elem factor;
 #endif
-#if defined(WIDENS_X) || (PIECE < LANES && !defined(AMX_LINEAR))
+#if defined(WIDENS_X) || (PIECE < LANES && !defined(AMX_PRODUCTS))
 #define ORDERS_X
 #endif
 #define FACTOR_STEP (16 / (long)sizeof(elem) * (long)sizeof(factor)) /* bytes of x in a step */

@@ -152,7 +152,7 @@ INLINE void finish(const linear_job *job, vf *tile_out, vf bias, long row, int r
   }
 }
 
-#ifdef AMX_LINEAR
+#ifdef AMX_PRODUCTS
 static void amx_pass(const linear_job *job, const char *panel, long column, long first, long end,
                      const char *next);
 #endif
@@ -205,7 +205,7 @@ static void panel_pass(const linear_job *job, char *scratch, long panel, const c
     make_panel(scratch, rows, row_bytes);
     at = scratch;
   }
-#ifdef AMX_LINEAR /* whatever the number of rows: see amx_linear.h */
+#ifdef AMX_PRODUCTS /* whatever the number of rows: see amx_linear.h */
   amx_pass(job, at, column, first, end, next);
   return;
 #endif

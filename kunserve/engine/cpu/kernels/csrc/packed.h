@@ -1,6 +1,11 @@
 /* y = x w^T with w in packed panels (panels.h). Needs typed.h and linear.h. */
 #include "rounding.h"
 
+#ifdef KUN_AMX
+#define MOST_PACKED_ROWS AMX_HEIGHT
+#else
+#define MOST_PACKED_ROWS PACKED_ROWS
+#endif
 #define OWN_ROWS 4 /* up to here every thread rounds x for itself: quicker than to meet */
 
 typedef struct {
@@ -21,7 +26,15 @@ static void packed_pass(const packed_job *job, const x_block *x, long panel, lon
     at += (job->ends[run] - before) * panel_bytes(job->formats[run], blocks);
   }
   at += (panel - before) * panel_bytes(job->formats[run], blocks);
-  vf bias = panel_bias(&job->out, column), out[PACKED_ROWS];
+  vf bias = panel_bias(&job->out, column), out[MOST_PACKED_ROWS];
+#ifdef KUN_AMX
+  for (long row = first; row < end && end - first >= AMX_HEIGHT; row += AMX_HEIGHT) {
+    long start = row < end - AMX_HEIGHT ? row : end - AMX_HEIGHT, skipped = row - start;
+    packed_tile_by_amx(job->formats[run], out, at, x + start * blocks, blocks, blocks, row == first);
+    finish(&job->out, out + skipped, bias, row, (int)(AMX_HEIGHT - skipped), column);
+  }
+  if (end - first >= AMX_HEIGHT) return;
+#endif
   long tiles = (end - first + PACKED_ROWS - 1) / PACKED_ROWS, row = first;
   for (; tiles > 0; tiles--) { /* nearly alike in height */
     int rows = (int)((end - row) / tiles);

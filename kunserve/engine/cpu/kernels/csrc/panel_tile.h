@@ -175,7 +175,7 @@ PASSES(pass_fetching_nothing, 0, ORDERED)
 PASSES(pass_fetching_a_quarter, 1, ORDERED)
 PASSES(pass_fetching_half, 2, ORDERED)
 PASSES(pass_fetching_all, 4, ORDERED)
-#if PIECE < LANES
+#if PIECE < LANES && !defined(AMX_PRODUCTS)
 PASSES(pass_of_rows, 0, 0) /* of factors as `put_rows` leaves them */
 #endif
 #undef PASSES

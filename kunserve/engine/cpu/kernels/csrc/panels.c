@@ -148,6 +148,12 @@ INLINE void add_blocks(const int format, const int rows, pf *sum, const char *va
 #define NEAR 1024
 #define FAR 65536
 
+INLINE void fetch_block(const int format, const char *values, long ahead) {
+  UNROLL for (int line = 0; line <= block_bytes(format); line += LINE) {
+    __builtin_prefetch(values + ahead + line, 0, 2);
+  }
+}
+
 INLINE void tile_piece(const int format, const int rows, vf *out, const char *panel,
                        const x_block *x, long stride, long blocks, int fetches, const int piece) {
   pf sum[PACKED_ROWS];
@@ -158,11 +164,7 @@ INLINE void tile_piece(const int format, const int rows, vf *out, const char *pa
     go_to(format, &place, b, blocks);
     block_scales by = scales_of(format, panel, place, b, piece);
     const char *values = panel + place.values;
-    if (fetches) {
-      UNROLL for (int line = 0; line <= block_bytes(format); line += LINE) {
-        __builtin_prefetch(values + ahead + line, 0, 2);
-      }
-    }
+    if (fetches) fetch_block(format, values, ahead);
     add_blocks(format, rows, sum, values + piece * PIECE * 4, &by, x + b, stride);
   }
   UNROLL for (int i = 0; i < rows; i++) {
@@ -214,6 +216,98 @@ void packed_tile(int format, int rows, vf *out, const char *panel, const x_block
     case KUN_Q6_K: tile_KUN_Q6_K(rows, out, panel, x, stride, blocks, fetches); break;
   }
 }
+
+#ifdef KUN_AMX
+/* Integers have the same sum in any order, so rows may go either way. */
+
+/* Steps [first, first + steps) of a block as a tile B, and zeros in the place of the others. */
+INLINE void amx_steps(const int format, char *to, const char *values, const int first,
+                      const int steps) {
+  memset(to, 0, AMX_BYTE_STEPS * LINE);
+  UNROLL for (int s = first; s < first + steps; s++) UNROLL for (int p = 0; p < PIECES; p++) {
+    *((pi_u *)(to + s * LINE) + p) = step_of(format, values + p * PIECE * 4, s);
+  }
+}
+
+/* sums[i] = the 16 sums of row i of x with the tile B at `w`. */
+INLINE void amx_sums(vi *sums, const char *w, const x_block *x, long stride) {
+  _tile_zero(0);
+  AMX_LOAD(AMX_PANEL_TILE, w, LINE);
+  AMX_LOAD(5, x->values, stride * (long)sizeof(x_block));
+  _tile_dpbsud(0, 5, AMX_PANEL_TILE);
+  _tile_stored(0, sums, AMX_ROW_BYTES);
+}
+
+/* As `add_blocks`, of one piece, with the sums of both halves of Q6_K's blocks, else of the whole. */
+INLINE void amx_add(const int format, vf *sum, const vi *first, const vi *second,
+                    const block_scales *by, const x_block *x, long stride, const int piece) {
+  UNROLL for (int i = 0; i < AMX_HEIGHT; i++) {
+    const x_block *row = x + i * stride;
+    pi total = *((const pi_u *)(first + i) + piece) + start_of(format, row);
+    pf_u *to = piece_of(sum + i, piece);
+    if (format == KUN_Q6_K) {
+      pi other = *((const pi_u *)(second + i) + piece) + piece_spread(&row->from_32[1]);
+      total = total * by->halves[0] + other * by->halves[1];
+    }
+    *to = add_scaled(format, *to, total, by, row);
+  }
+}
+
+INLINE void amx_tile_of(const int format, vf *out, const char *panel, const x_block *x, long stride,
+                        long blocks, int fetches) {
+  const int is_plain = format == KUN_Q8_0 || format == KUN_INT8;
+  const int steps = format == KUN_Q6_K ? AMX_BYTE_STEPS / 2 : AMX_BYTE_STEPS;
+  const long bytes = bytes_of(format, blocks), ahead = bytes < FAR ? bytes : FAR;
+  vi first[AMX_HEIGHT], second[AMX_HEIGHT];
+  vf sum[AMX_HEIGHT]; /* in registers */
+  char unpacked[AMX_BYTE_STEPS * LINE];
+  block_place place = {};
+  amx_shape_of_bytes();
+  UNROLL for (int i = 0; i < AMX_HEIGHT; i++) sum[i] = (vf){};
+  for (long b = 0; b < blocks; b++) {
+    go_to(format, &place, b, blocks);
+    const char *values = panel + place.values;
+    if (fetches) fetch_block(format, values, ahead);
+    if (!is_plain) amx_steps(format, unpacked, values, 0, steps);
+    amx_sums(first, is_plain ? values : unpacked, x + b, stride);
+    if (format == KUN_Q6_K) {
+      amx_steps(format, unpacked, values, steps, steps);
+      amx_sums(second, unpacked, x + b, stride);
+    }
+    UNROLL for (int piece = 0; piece < PIECES; piece++) {
+      block_scales by = scales_of(format, panel, place, b, piece);
+      amx_add(format, sum, first, second, &by, x + b, stride, piece);
+    }
+  }
+  UNROLL for (int i = 0; i < AMX_HEIGHT; i++) {
+    out[i] = format == KUN_INT8 ? sum[i] * load_f32((const float *)panel) : sum[i];
+  }
+}
+
+#define AMX_TILE(format)                                                    \
+  static void amx_tile_##format(vf *out, const char *panel, const x_block *x, \
+                                long stride, long blocks, int fetches) {    \
+    amx_tile_of(format, out, panel, x, stride, blocks, fetches);            \
+  }
+AMX_TILE(KUN_Q8_0)
+AMX_TILE(KUN_Q4_0)
+AMX_TILE(KUN_Q4_1)
+AMX_TILE(KUN_INT8)
+AMX_TILE(KUN_Q4_K)
+AMX_TILE(KUN_Q6_K)
+
+void packed_tile_by_amx(int format, vf *out, const char *panel, const x_block *x, long stride,
+                        long blocks, int fetches) {
+  switch (format) {
+    case KUN_Q8_0: amx_tile_KUN_Q8_0(out, panel, x, stride, blocks, fetches); break;
+    case KUN_Q4_0: amx_tile_KUN_Q4_0(out, panel, x, stride, blocks, fetches); break;
+    case KUN_Q4_1: amx_tile_KUN_Q4_1(out, panel, x, stride, blocks, fetches); break;
+    case KUN_INT8: amx_tile_KUN_INT8(out, panel, x, stride, blocks, fetches); break;
+    case KUN_Q4_K: amx_tile_KUN_Q4_K(out, panel, x, stride, blocks, fetches); break;
+    case KUN_Q6_K: amx_tile_KUN_Q6_K(out, panel, x, stride, blocks, fetches); break;
+  }
+}
+#endif
 
 static int zero_of(int format) {
   switch (format) {

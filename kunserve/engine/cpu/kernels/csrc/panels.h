@@ -23,6 +23,7 @@
 #ifndef KUN_PANELS_H
 #define KUN_PANELS_H
 
+#include "amx.h"
 #include "vec.h"
 
 #define BLOCK 32 /* columns that share a scale of x */
@@ -49,6 +50,12 @@ long panel_bytes(int format, long blocks);
  * that of x's rows, in blocks. `fetches` says whether to fetch what lies behind. */
 void packed_tile(int format, int rows, vf *out, const char *panel, const x_block *x, long stride,
                  long blocks, int fetches);
+
+#ifdef KUN_AMX
+/* The same for AMX_HEIGHT rows, by tiles. */
+void packed_tile_by_amx(int format, vf *out, const char *panel, const x_block *x, long stride,
+                        long blocks, int fetches);
+#endif
 
 /* One row of a panel. */
 void unpack_row(int format, float *out, const char *panel, int row, long blocks);

@@ -1,5 +1,10 @@
-/* Scores of queries for a span of keys: many rows by tiles, a few by spread.h. */
+/* Scores of queries for a span of keys: many rows by tile.h, a few by spread.h, and all by
+ * amx_attention.h where there is AMX. */
 
+#ifdef AMX_PRODUCTS
+static void amx_score_panel(attention_buffers *b, const char *panel, float *scores, long first,
+                            long rows, long row_bytes, float scale, fetched_pair next);
+#else
 /* Scores of rows [first, rows) of a kv head for the keys of one panel. */
 static void score_panel(attention_buffers *b, const char *panel, float *scores, long first,
                         long rows, long row_bytes, float scale, const char *next) {
@@ -31,6 +36,8 @@ static void score_panel(attention_buffers *b, const char *panel, float *scores, 
   }
 }
 
+#endif
+
 /* Scores of a kv head's rows for `count` keys from `from` on, multiplied by `scale`. Those of rows
  * that see none of a panel's keys are not written. */
 static void score_span(const attention_job *job, const attention_piece *piece,
@@ -42,11 +49,15 @@ static void score_span(const attention_job *job, const attention_piece *piece,
   for (long i = 0; i < count; i += PANEL) {
     const char *panel = keys->panels[i / PANEL];
     fetched_pair next = next_fetched(list, panel);
+    long first = first_seeing(piece, group, from + i);
+#ifdef AMX_PRODUCTS
+    amx_score_panel(b, panel, b->scores + i, first, rows, row_bytes, scale, next);
+#else
     if (rows <= SPREAD_ROWS) {
       spread_dots((int)rows, b->scores + i, panel, b->spread, row_bytes, scale, next);
     } else {
-      long first = first_seeing(piece, group, from + i);
       score_panel(b, panel, b->scores + i, first, rows, row_bytes, scale, next.far);
     }
+#endif
   }
 }

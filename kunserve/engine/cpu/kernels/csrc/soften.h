@@ -60,7 +60,7 @@ INLINE void store_weights(weight *to, pf numerator) {
 #ifdef WIDENS_WEIGHTS
   *(pf_u *)to = piece_rounded(numerator);
 #elif PIECE < LANES
-  *(pf_u *)to = numerator;
+  store_piece(to, numerator, PIECE);
 #else
   store(to, numerator);
 #endif

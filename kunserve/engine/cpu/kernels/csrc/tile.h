@@ -81,7 +81,7 @@ INLINE pf add_slots_of(const pf *acc) {
 #endif
 }
 
-#if PIECE == LANES
+#if PIECE == LANES && !defined(AMX_PRODUCTS)
 INLINE void tile_of(const int rows, vf *out, const char *packed, const char *x, long x_stride,
                     long steps) {
   UNROLL for (int piece = 0; piece < PIECES; piece++) {
