@@ -21,8 +21,9 @@ from kunserve_extras.vllm_body.step_arrays import step_arrays
 logger = logging.getLogger(__name__)
 _ALONE = 6 << 10
 """Pairs of a token and a position that it attends to, up to which vLLM's part of a step has one
-thread. Its threads are torch's and our products have others: each of some five parts of a layer
-would wait until a core is given up, and that takes longer than the parts of so small a step."""
+thread, where vLLM attends; else that part is small. Its threads are torch's and our products have
+others: each part of a layer would wait until a core is given up, and that takes longer than the
+parts of so small a step."""
 
 
 def room_bytes(spec: ModelSpec) -> int:
@@ -109,8 +110,9 @@ class VllmDecoder:
             return hidden
         width = self._spec.hidden_size
         arrays = step_arrays(batch, self._block_size, self._spec.num_layers)
-        for block in arrays.begun:
-            # Attention multiplies what lies behind a context by 0. In memory that was weights, or
+        has_own_attention = self._model.has_own_attention
+        for block in arrays.begun if has_own_attention else ():
+            # It multiplies what lies behind a context by 0. In memory that was weights, or
             # of a request that failed, there may be what that makes NaN of.
             self._units[block + self._range.first : block + self._range.end].zero_()
         hop: Hop | None = None
@@ -122,8 +124,9 @@ class VllmDecoder:
         runs = [self._range]
         if between_layers is not None:
             runs = [LayerRange(layer, layer + 1) for layer in range(*self._range)]
-        torch.set_num_threads(1 if arrays.num_pairs <= _ALONE else self._num_threads)
-        with self._model.step(arrays) as run:
+        is_short = not has_own_attention or arrays.num_pairs <= _ALONE
+        torch.set_num_threads(1 if is_short else self._num_threads)
+        with self._model.step(batch, arrays) as run:
             for layers in runs:
                 hop = run(layers, token_ids, hop)
                 if between_layers is not None:

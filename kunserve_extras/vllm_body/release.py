@@ -15,7 +15,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import utils as gemm_choice
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
@@ -39,7 +39,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from kunserve.core.errors import UnsupportedModel
 from kunserve.core.layout import LayerRange
+from kunserve.engine.attention import StepBatch
 from kunserve.engine.cpu.kernels.ops import Finish
+from kunserve_extras.vllm_body.attention import Heads, PagedAttention
 from kunserve_extras.vllm_body.experts import (
     FINISHES,
     add_experts,
@@ -47,7 +49,7 @@ from kunserve_extras.vllm_body.experts import (
     put_experts_in_panels,
 )
 from kunserve_extras.vllm_body.matrices import HeadProduct, is_known, put_in_panels
-from kunserve_extras.vllm_body.repeats import Known, RepeatedLayer, Rooms, do
+from kunserve_extras.vllm_body.repeats import Known, RepeatedLayer, Rooms
 from kunserve_extras.vllm_body.short_ways import gated, normed
 from kunserve_extras.vllm_body.step_arrays import StepArrays
 
@@ -165,64 +167,17 @@ def _as_given(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _is_plain(attention: Attention) -> bool:
-    """Whether ``_attend`` does all that vLLM's would do."""
-    is_special = attention.query_quant is not None or attention.impl.sinks is not None
-    return not is_special and attention.head_size == attention.head_size_v
-
-
-def _keys_and_values(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, KV heads, block, head_size] each, as its kernels take a unit's bytes."""
-    num, heads, block, width = units.shape
-    keys, values = units.view(num, heads, 2 * block, width // 2).chunk(2, dim=2)
-    return keys, values
-
-
-def _attend(
-    attention: Attention,
-    cache: tuple[torch.Tensor, torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    """Write K and V and attend: its two kernels without its way there."""
-    query = query.view(-1, attention.num_heads, attention.head_size)
-    new = [one.view(-1, attention.num_kv_heads, attention.head_size) for one in (key, value)]
-    found = torch.empty(query.shape, dtype=query.dtype)
-    do(partial(_attend_in_step, attention, cache, query, new, found))
-    return found.view(len(found), -1)
-
-
-def _attend_in_step(
-    attention: Attention,
-    cache: tuple[torch.Tensor, torch.Tensor],
-    query: torch.Tensor,
-    new: list[torch.Tensor],
-    found: torch.Tensor,
-) -> None:
-    """The two kernels, with the tables and slots of the step at hand."""
-    context, impl = get_forward_context(), attention.impl
-    described = context.attn_metadata[attention.layer_name]
-    scales = attention._k_scale_float, attention._v_scale_float, impl.kv_cache_dtype
-    slots = context.slot_mapping[attention.layer_name]
-    torch.ops._C.cpu_attn_reshape_and_cache(*new, *cache, slots, attention.isa, *scales)
-    torch.ops._C.cpu_attention_with_kv_cache(
-        query,
-        *cache,
-        found,
-        described.query_start_loc,
-        described.seq_lens,
-        impl.scale,
-        described.causal,
-        impl.alibi_slopes,
-        impl.sliding_window,
-        described.block_table,
-        impl.logits_soft_cap,
-        described.scheduler_metadata,
-        None,
-        described.dynamic_causal,
-        *scales,
+def _heads(attention: Attention) -> Heads | None:
+    """What our kernels need to know of a layer's attention, where they do all that vLLM's would."""
+    impl = attention.impl
+    numbers = attention.num_heads, attention.num_kv_heads, attention.head_size
+    heads = Heads(*numbers, impl.scale, impl.logits_soft_cap)
+    is_plain = (
+        (attention.query_quant, impl.sinks, impl.alibi_slopes) == (None, None, None)
+        and not impl.is_fp8_kv_cache
+        and attention.head_size == attention.head_size_v
     )
+    return heads if is_plain and heads.are_known else None
 
 
 def _take_short_ways(module: nn.Module) -> None:
@@ -272,6 +227,7 @@ class Model:
         self._inner, self.layers = _layers_of(module)
         self._attention = self._find_attention()
         self._names = [layer.layer_name for layer in self._attention]
+        self._ours: PagedAttention | None = None
         spec = self._attention[0].get_kv_cache_spec(config)
         self.num_kv_heads, self.head_size = spec.num_kv_heads, spec.head_size
         builder = self._attention[0].get_attn_backend().get_builder_cls()
@@ -290,8 +246,14 @@ class Model:
 
     @property
     def attention_kernels(self) -> str:
-        """For which instructions; by them KV of a block lies one way or another."""
-        return str(self._builder.isa)
+        """Whose they are. Of vLLM's: for which instructions, by which KV of a block lies."""
+        is_ours = None not in {_heads(attention) for attention in self._attention}
+        return "of KunServe" if is_ours else f"of vLLM ({self._builder.isa})"
+
+    @property
+    def has_own_attention(self) -> bool:
+        """Whether vLLM's kernels attend, because ours do not know how."""
+        return self._ours is None
 
     @property
     def is_ours_throughout(self) -> bool:
@@ -326,12 +288,17 @@ class Model:
 
     def bind_kv(self, units: torch.Tensor) -> None:
         """``units`` [n, KV heads, block, 2 * head_size]: entry e of a table, layer l is e + l."""
+        (heads, *others) = {_heads(attention) for attention in self._attention}
+        if heads is not None and not others:
+            self._ours = ours = PagedAttention(heads, units, len(self.layers))
+            for layer, attention in enumerate(self._attention):
+                window = max(attention.impl.sliding_window, 0)
+                attention.forward = partial(ours.attend, layer, window)
+            return
         reach = len(units) - len(self.layers)
         for layer, attention in enumerate(self._attention):
             own = units[layer : reach + layer]
             attention.bind_kv_cache(own)
-            if _is_plain(attention):
-                attention.forward = partial(_attend, attention, _keys_and_values(own))
 
     def repeat_layers(self, rooms: Rooms) -> list[RepeatedLayer]:
         """From now on a layer's code runs once for each small number of rows, where that will do.
@@ -367,12 +334,31 @@ class Model:
                 process_weights_after_loading(module, self._config.model_config, _CPU)
 
     @contextlib.contextmanager
-    def step(self, arrays: StepArrays) -> Iterator[Run]:
+    def step(self, batch: StepBatch, arrays: StepArrays) -> Iterator[Run]:
         """Within, layers of a step can be run."""
+        slots, positions = torch.from_numpy(arrays.slots), torch.from_numpy(arrays.positions)
+        described: dict[str, Any] = {}
+        if self._ours is not None:
+            self._ours.begin(batch)
+        else:
+            described = dict.fromkeys(self._names, self._describe(arrays))
+        with (
+            torch.no_grad(),
+            set_forward_context(
+                described,
+                self._config,
+                num_tokens=len(slots),
+                slot_mapping=dict.fromkeys(self._names, slots),
+            ),
+        ):
+            yield partial(self._run, positions)
+
+    def _describe(self, arrays: StepArrays) -> Any:
+        """A step for vLLM's attention."""
         starts, lengths, slots, positions = map(
             torch.from_numpy, (arrays.q_starts, arrays.context_lens, arrays.slots, arrays.positions)
         )
-        described = self._builder.build(
+        return self._builder.build(
             0,
             CommonAttentionMetadata(
                 query_start_loc=starts,
@@ -388,16 +374,6 @@ class Model:
                 positions=positions,
             ),
         )
-        with (
-            torch.no_grad(),
-            set_forward_context(
-                dict.fromkeys(self._names, described),
-                self._config,
-                num_tokens=len(slots),
-                slot_mapping=dict.fromkeys(self._names, slots),
-            ),
-        ):
-            yield partial(self._run, positions)
 
     def _run(
         self,

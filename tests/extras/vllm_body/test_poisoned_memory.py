@@ -19,8 +19,15 @@ NUM_TOKENS = 40
 
 
 @NEEDS_VLLM
+@pytest.mark.parametrize("by_vllm", [False, True])
 @pytest.mark.parametrize("chunk_size", [1000, 32, 5])
-def test_no_bytes_of_before_are_seen(chunk_size: int, tmp_path: Path) -> None:
+def test_no_bytes_of_before_are_seen(
+    chunk_size: int, by_vllm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_vllm:
+        from kunserve_extras.vllm_body import release
+
+        monkeypatch.setattr(release, "_heads", lambda attention: None)
     folder, expected = save_with_answers(tmp_path, "llama", PROMPTS, NUM_TOKENS)
     with closing(open_engine(folder, 0, "vllm")) as body:
         num_units = body.memory.spec.kv_units

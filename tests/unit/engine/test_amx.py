@@ -1,6 +1,7 @@
 """Products by AMX: their order of additions, whatever rows share a step, and the instructions.
 
-Of bfloat16, in attention, and of packed weights. No processor here has AMX, so its instructions are done in C (``amx/instructions.h``).
+Of bfloat16, in attention, and of packed weights. No processor here has AMX, so its instructions are
+done in C (``amx/instructions.h``).
 """
 
 import ctypes

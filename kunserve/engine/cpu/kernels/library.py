@@ -89,6 +89,7 @@ class CModel(ctypes.Structure):
         ("held_experts", c_int32),
         ("shared", c_int32),
         ("whole_qk_norm", c_int32),
+        ("score_scale", c_float),
     ]
 
 
@@ -180,6 +181,19 @@ _TYPED = {
     "kun_rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32),
     "kun_place": (POINTER(CModel), POINTER(CLayer), POINTER(CBatch), POINTER(CBuffers), c_int64),
     "kun_experts": (POINTER(CModel), POINTER(CLayer), POINTER(CBuffers), c_int64),
+    "kun_attend": (
+        POINTER(CModel),
+        POINTER(CBatch),
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_int64,
+    ),
     "kun_attention": (POINTER(CModel), POINTER(CBatch), c_void_p, c_void_p, c_int64, c_int64),
     "kun_stage": (
         POINTER(CModel),

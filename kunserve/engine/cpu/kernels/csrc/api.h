@@ -57,6 +57,7 @@ typedef struct {
   int32_t first_expert, held_experts; /* whose weights are here; all are, without ranks */
   int32_t shared; /* inner width of the shared expert, 0 if there is none */
   int32_t whole_qk_norm; /* q_norm and k_norm are over all heads at once */
+  float score_scale; /* 0: the root of head_dim, inverted */
 } kun_model;
 
 /* One step. Sequence s has tokens [q_starts[s], q_starts[s + 1]), the last of its

@@ -99,12 +99,11 @@ static void open_piece(const attention_job *job, const attention_piece *piece,
                        attention_buffers *b) {
   const kun_model *model = job->model;
   long dim = model->head_dim, group = model->heads / model->kv_heads, rows = rows_of(job, piece);
-  long stride = (model->heads + 2 * model->kv_heads) * dim;
   elem *to = b->q;
   for (long h = 0; h < piece->num_kv_heads; h++) {
-    const elem *q = job->qkv + piece->token * stride + (piece->kv_head + h) * group * dim;
+    const elem *q = job->q + piece->token * job->q_stride + (piece->kv_head + h) * group * dim;
     for (long query = 0; query < piece->queries; query++, to += group * dim) {
-      memcpy(to, q + query * stride, (size_t)(group * dim) * sizeof(elem));
+      memcpy(to, q + query * job->q_stride, (size_t)(group * dim) * sizeof(elem));
     }
   }
 #ifndef AMX_PRODUCTS

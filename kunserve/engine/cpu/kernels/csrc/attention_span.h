@@ -20,7 +20,8 @@ typedef elem weight;
 typedef struct {
   const kun_model *model;
   const kun_batch *batch;
-  const elem *qkv; /* [num_tokens][(heads + 2 kv_heads) * head_dim], rotated */
+  const elem *q; /* [num_tokens] rows of [heads * head_dim], rotated */
+  long q_stride; /* from one to the next, in elements */
   elem *out;       /* [num_tokens][heads * head_dim] */
   long layer;
   long window; /* tokens that the layer sees, 0 if all */

@@ -225,7 +225,7 @@ static void linear_blocks(const linear_job *job, int thread, long start, long st
   long panels = (job->n + columns - 1) / columns, row_blocks = stop - start;
   /* Long runs of panels keep memory streaming; short ones share compute evenly with whoever else
    * wants the cores. */
-  long chunk = job->m > STREAMING_ROWS ? 2 : panels / (kun_threads() * 10) + 1;
+  long chunk = job->m > STREAMING_ROWS ? 1 : panels / (kun_threads() * 10) + 1;
   long chunks = (panels + chunk - 1) / chunk, pieces = chunks * row_blocks;
   long most_rows = (job->m + stop - 1) / stop; /* of a block, if not `ready` */
   size_t widened = ready ? 0 : factor_bytes(most_rows * job->k);

@@ -110,6 +110,15 @@ static void squares_part(const kun_model *model, long tokens, const elem *qkv,
   }
 }
 
+/* A token's K (half 0) or V (half 1) into its block. */
+INLINE void cache_row(const kun_model *model, elem *unit, long half, long slot, const elem *row) {
+  long dim = model->head_dim;
+  for (long h = 0; h < model->kv_heads; h++) {
+    elem *to = unit + ((half * model->kv_heads + h) * model->block_size + slot) * dim;
+    memcpy(to, row + h * dim, (size_t)dim * sizeof(elem));
+  }
+}
+
 /* Normalise each head (if the model does), rotate and cache one token's fused q, k and v. */
 INLINE void place_token(const kun_model *model, const kun_layer *weights, long layer, elem *qkv,
                         const float *rope, long entry, long slot) {
@@ -122,10 +131,8 @@ INLINE void place_token(const kun_model *model, const kun_layer *weights, long l
     rotate_head(qkv + h * dim, rope, dim);
   }
   elem *unit = unit_at(model, layer, entry);
-  for (long h = 0; h < 2 * kv_heads; h++) {
-    elem *row = unit + (h * model->block_size + slot) * dim;
-    memcpy(row, qkv + (heads + h) * dim, (size_t)dim * sizeof(elem));
-  }
+  cache_row(model, unit, 0, slot, qkv + heads * dim);
+  cache_row(model, unit, 1, slot, qkv + (heads + kv_heads) * dim);
 }
 
 /* `place_token` for this thread's share of the step. */

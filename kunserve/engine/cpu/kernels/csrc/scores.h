@@ -45,7 +45,8 @@ static void score_span(const attention_job *job, const attention_piece *piece,
                        long count) {
   long group = job->model->heads / job->model->kv_heads, rows = piece->queries * group;
   long row_bytes = job->model->head_dim * (long)sizeof(elem);
-  float scale = 1.0f / __builtin_sqrtf((float)job->model->head_dim);
+  float scale = job->model->score_scale;
+  if (scale == 0.0f) scale = 1.0f / __builtin_sqrtf((float)job->model->head_dim);
   for (long i = 0; i < count; i += PANEL) {
     const char *panel = keys->panels[i / PANEL];
     fetched_pair next = next_fetched(list, panel);

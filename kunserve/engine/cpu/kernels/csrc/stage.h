@@ -87,7 +87,8 @@ static void finish_layer(const stage_job *stage, const kun_batch *step, const at
   packed_job packed_down =
       packed_of(part_of_sum(down, ranks), &w->down_format, &hidden, 1, b->rounded);
   kun_batch batch = seen_by(step, w->window);
-  attention_job attention = {m, &batch, b->qkv, b->mixed, layer, w->window, plan};
+  long q_stride = q_size + 2 * m->kv_heads * (long)m->head_dim;
+  attention_job attention = {m, &batch, b->qkv, q_stride, b->mixed, layer, w->window, plan};
 
   attention_part(&attention, thread);
   pool_barrier();
@@ -209,22 +210,54 @@ void NAME(kun_place)(const kun_model *model, const kun_layer *weights, const kun
   pool_run(place_fn, &stage);
 }
 
+/* One layer's attention, of K and V that are written first, if there are any. */
 typedef struct {
   attention_job job;
   attention_plan plan;
+  const elem *k, *v; /* [num_tokens] rows of [kv_heads * head_dim] */
+  long k_stride, v_stride;
 } lone_attention;
+
+/* This thread's share. */
+static void cache_part(const lone_attention *lone, int thread) {
+  const kun_model *model = lone->job.model;
+  const kun_batch *batch = lone->job.batch;
+  long first = (long)batch->num_tokens * thread / kun_threads();
+  long end = (long)batch->num_tokens * (thread + 1) / kun_threads();
+  for (long s = 0; s < batch->num_seqs; s++) {
+    long from = batch->q_starts[s], to = batch->q_starts[s + 1];
+    const int32_t *table = batch->tables + (long)batch->rows[s] * batch->max_blocks;
+    for (long t = from > first ? from : first; t < to && t < end; t++) {
+      long position = batch->context_lens[s] - to + t, slot = position % model->block_size;
+      elem *unit = unit_at(model, lone->job.layer, table[position / model->block_size]);
+      cache_row(model, unit, 0, slot, lone->k + t * lone->k_stride);
+      cache_row(model, unit, 1, slot, lone->v + t * lone->v_stride);
+    }
+  }
+}
 
 static void attention_fn(void *arg, int thread) {
   lone_attention *lone = arg;
   if (thread == 0) lone->plan = plan_attention(lone->job.model, lone->job.batch);
+  if (lone->k != NULL) cache_part(lone, thread);
   pool_barrier();
   attention_part(&lone->job, thread);
 }
 
-/* Attention of layer `layer`, which sees `window` tokens (0: all), over K and V in the cache. */
+/* Write the step's K and V of layer `layer`, unless they are NULL, and attend to `window` tokens (0:
+ * all). Strides are from token to token, in elements. */
+void NAME(kun_attend)(const kun_model *model, const kun_batch *batch, const elem *q,
+                      int64_t q_stride, const elem *k, int64_t k_stride, const elem *v,
+                      int64_t v_stride, elem *out, int64_t layer, int64_t window) {
+  kun_batch seen = seen_by(batch, window);
+  lone_attention lone = {{model, &seen, q, q_stride, out, layer, window, &lone.plan},
+                         {0}, k, v, k_stride, v_stride};
+  pool_run(attention_fn, &lone);
+}
+
+/* Attention alone: K and V are in the cache, `qkv` is as kun_place leaves it. */
 void NAME(kun_attention)(const kun_model *model, const kun_batch *batch, const elem *qkv, elem *out,
                          int64_t layer, int64_t window) {
-  kun_batch seen = seen_by(batch, window);
-  lone_attention lone = {{model, &seen, qkv, out, layer, window, &lone.plan}, {0}};
-  pool_run(attention_fn, &lone);
+  int64_t stride = (model->heads + 2 * model->kv_heads) * (int64_t)model->head_dim;
+  NAME(kun_attend)(model, batch, qkv, stride, NULL, 0, NULL, 0, out, layer, window);
 }
