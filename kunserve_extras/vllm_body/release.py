@@ -173,7 +173,7 @@ def _heads(attention: Attention) -> Heads | None:
     numbers = attention.num_heads, attention.num_kv_heads, attention.head_size
     heads = Heads(*numbers, impl.scale, impl.logits_soft_cap)
     is_plain = (
-        (attention.query_quant, impl.sinks, impl.alibi_slopes) == (None, None, None)
+        all(one is None for one in (attention.query_quant, impl.sinks, impl.alibi_slopes))
         and not impl.is_fp8_kv_cache
         and attention.head_size == attention.head_size_v
     )

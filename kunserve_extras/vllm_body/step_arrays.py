@@ -1,4 +1,4 @@
-"""A step's work as vLLM's attention wants it: entries from 0 on, a slot for each token."""
+"""A step's work as vLLM's code wants it: entries from 0 on, a slot for each token."""
 
 from dataclasses import dataclass
 

@@ -87,7 +87,7 @@ static void finish_layer(const stage_job *stage, const kun_batch *step, const at
   packed_job packed_down =
       packed_of(part_of_sum(down, ranks), &w->down_format, &hidden, 1, b->rounded);
   kun_batch batch = seen_by(step, w->window);
-  long q_stride = q_size + 2 * m->kv_heads * (long)m->head_dim;
+  long q_stride = q_size + 2 * m->kv_heads * (long)m->head_dim; /* as place_layer leaves them */
   attention_job attention = {m, &batch, b->qkv, q_stride, b->mixed, layer, w->window, plan};
 
   attention_part(&attention, thread);
