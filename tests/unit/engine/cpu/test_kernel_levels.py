@@ -26,6 +26,7 @@ def wheel(monkeypatch, tmp_path: Path) -> Path:
     """An installed wheel's libraries (empty files), a place to compile to, and no compiler."""
     shipped = tmp_path / "shipped"
     shipped.mkdir()
+    monkeypatch.delenv(VARIABLE, raising=False)  # `make test-processors` sets it
     monkeypatch.setattr(build_module, "SHIPPED", shipped)
     monkeypatch.setattr(build_module, "_folders", lambda: (tmp_path / "compiled",))
     monkeypatch.setattr(build_module.shutil, "which", lambda name: None)
