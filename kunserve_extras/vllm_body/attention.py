@@ -38,7 +38,6 @@ class PagedAttention:
     def __init__(self, heads: Heads, units: torch.Tensor, num_layers: int) -> None:
         """``units`` [n, KV heads, block, 2 * head_size]: entry e, layer l is e + l + num_layers."""
         unit_bytes = units.stride(0) * units.element_size()
-        self._units = units
         self._heads = heads
         self._model = CModel(
             unit_bytes=unit_bytes,
@@ -67,13 +66,12 @@ class PagedAttention:
         heads = self._heads
         sizes = [heads.num_heads * heads.head_size, *2 * [heads.num_kv_heads * heads.head_size]]
         rows = [one.view(-1, n) for one, n in zip((query, key, value), sizes, strict=True)]
+        assert all(one.stride(1) == 1 for one in rows)
         found = torch.empty(len(rows[0]), sizes[0], dtype=query.dtype)
-        do(partial(self._attend, layer, window, rows, found))
+        places = [part for one in rows for part in (one.data_ptr(), one.stride(0))]
+        do(partial(self._attend, *places, found.data_ptr(), layer, window))
         return found
 
-    def _attend(
-        self, layer: int, window: int, rows: list[torch.Tensor], found: torch.Tensor
-    ) -> None:
-        assert self._batch is not None and all(one.stride(1) == 1 for one in rows)
-        places = [part for one in rows for part in (one.data_ptr(), one.stride(0))]
-        self._kernel(self._model, self._batch, *places, found.data_ptr(), layer, window)
+    def _attend(self, *arguments: int) -> None:
+        assert self._batch is not None
+        self._kernel(self._model, self._batch, *arguments)

@@ -33,6 +33,9 @@ typedef struct {
 /* One set for each thread, whichever file uses it. */
 __attribute__((weak)) _Thread_local tile_in_c tiles_in_c[8];
 
+/* Products so far, of all threads: a test asks whether there were any. */
+__attribute__((weak)) uint64_t tile_products_in_c;
+
 static inline void tile_in_c_need(int holds) {
   if (!holds) abort();
 }
@@ -100,6 +103,7 @@ static inline void tile_in_c_need_product(int to, int left, int right) {
   tile_in_c_need(a->rows > 0 && b->rows > 0 && c->rows > 0);
   tile_in_c_need(c->rows == a->rows && c->row_bytes == b->row_bytes);
   tile_in_c_need(a->row_bytes == 4 * b->rows && c->row_bytes % 4 == 0);
+  __atomic_fetch_add(&tile_products_in_c, 1, __ATOMIC_RELAXED);
 }
 
 /* Signed bytes of `left` times unsigned ones of `right`, added to 32 bits. */
